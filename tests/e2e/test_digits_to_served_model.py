@@ -76,7 +76,7 @@ def test_the_version_holds_the_rows_that_the_files_held(run: Run) -> None:
     np.testing.assert_array_equal(labels, run.test_labels)
 
 
-def test_the_events_are_numbered_without_gaps_and_tell_of_the_run(run: Run) -> None:
+def test_the_events_are_numbered_without_gaps_and_report_the_run(run: Run) -> None:
     assert [event.sequence for event in run.events] == list(range(1, len(run.events) + 1))
     kinds = {event.WhichOneof("event") for event in run.events}
     assert {"attempt_started", "progress", "validated", "checkpoint_committed"} <= kinds
@@ -114,7 +114,7 @@ def test_predictions_over_a_split_are_what_the_deployment_answers_for_its_rows(r
     np.testing.assert_allclose(table["score"].to_numpy(), answer.outputs["probabilities"].max(axis=1), atol=1e-5)
 
 
-def test_every_answer_carries_the_lineage_that_the_services_tell(run: Run) -> None:
+def test_every_answer_carries_the_lineage_that_the_services_report(run: Run) -> None:
     checkpoints = {one.name: one for one in run.millrace.train.list_checkpoints(run.job.name)}
     answer = run.millrace.inference.infer("tour", {"image": run.test_images[:3]})
     lineage = answer.lineage

@@ -60,7 +60,7 @@ def command(home: Path, project: Path, beginning: str) -> list[Any]:
 
 
 @pytest.mark.long
-def test_its_model_is_trained_deployed_and_answers_with_its_digest(
+def test_the_page_s_model_is_trained_deployed_and_answers_with_its_digest(
     home: Path, project: Path, millrace: Millrace
 ) -> None:
     command(home, project, "train create cells")
@@ -81,7 +81,9 @@ def test_its_model_is_trained_deployed_and_answers_with_its_digest(
 
 
 @pytest.mark.long
-def test_its_training_step_is_trained_and_chosen_by_what_it_logs(home: Path, project: Path, millrace: Millrace) -> None:
+def test_the_page_s_training_step_is_trained_and_its_checkpoints_are_ranked_by_logged_metrics(
+    home: Path, project: Path, millrace: Millrace
+) -> None:
     command(home, project, "train create averaged")
 
     job = millrace.train.get_training_job("trainingJobs/averaged")

@@ -144,7 +144,7 @@ def counted(service: ServiceProcess) -> int:
     return int(sum(one.inference_count for one in reported.model_stats))
 
 
-def test_every_frontend_tells_what_all_have_answered(service: ServiceProcess) -> None:
+def test_every_frontend_reports_what_all_have_answered(service: ServiceProcess) -> None:
     wait_until_all_know(service)
     with Asking(service.address) as asking:
         asking.wait_for(200)

@@ -92,12 +92,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         yield Run(stack.client.get(job.name), watch, coverage, account)
 
 
-def test_it_starts_on_what_there_is_and_succeeds(run: Run) -> None:
+def test_an_elastic_run_starts_on_the_present_nodes_and_succeeds(run: Run) -> None:
     assert run.job.state == State.STATE_SUCCEEDED, run.job
     assert run.started(1).num_workers == 1
 
 
-def test_it_grows_when_a_node_comes_without_losing_a_step_and_without_a_failure(run: Run) -> None:
+def test_an_elastic_run_grows_when_a_node_joins_without_a_lost_step_or_failure(run: Run) -> None:
     assert run.ended(1).cause == pb.AttemptEnded.CAUSE_RESIZED
     assert run.started(2).num_workers == 2
     last = run.of("checkpoint_committed", 1)[-1].checkpoint_committed
@@ -105,7 +105,7 @@ def test_it_grows_when_a_node_comes_without_losing_a_step_and_without_a_failure(
     assert max(one.progress.step for one in run.of("progress", 1)) <= last.step
 
 
-def test_it_shrinks_when_a_node_dies_which_is_a_failure(run: Run, faults: Faults) -> None:
+def test_an_elastic_run_shrinks_when_a_node_dies_and_counts_a_failure(run: Run, faults: Faults) -> None:
     faults.add("SIGKILL node", "training", "file")
     assert run.ended(2).cause == pb.AttemptEnded.CAUSE_FAILURE
     assert run.started(3).num_workers == 1

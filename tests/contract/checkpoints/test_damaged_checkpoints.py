@@ -67,7 +67,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_a_damaged_one_is_skipped_and_told_and_the_one_before_is_restored(store: ObjectStore, how: str) -> None:
+def test_a_damaged_one_is_skipped_and_reported_and_the_one_before_is_restored(store: ObjectStore, how: str) -> None:
     saved = save(store, 2, 4)
     DAMAGES[how](store, saved[1])
     warnings: list[str] = []

@@ -18,7 +18,7 @@ from train_service.checkpoints.writing_and_restoring import CheckpointWriter
 from train_service.store_retry import waits_for_store
 
 
-def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_told(
+def test_a_store_that_is_away_in_mid_upload_is_waited_for_and_the_wait_is_reported(
     s3_store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_store, "RETRY_FOR", timedelta(seconds=1))

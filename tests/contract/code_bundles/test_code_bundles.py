@@ -215,7 +215,7 @@ def test_files_that_were_changed_on_the_node_are_put_right(store: ObjectStore, t
         assert (folder / "train.py").read_text() == LOOP
 
 
-def test_damaged_and_missing_bytes_are_told_and_leave_no_folder(store: ObjectStore, tmp_path: Path) -> None:
+def test_damaged_and_missing_bytes_are_reported_and_leave_no_folder(store: ObjectStore, tmp_path: Path) -> None:
     bundle = store_bundle(store, FILES)
     store.put(f"{bundle.name}/bundle.tar", packed_bytes({"train.py": "evil"}))
     with pytest.raises(DataLoss):

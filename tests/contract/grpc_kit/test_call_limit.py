@@ -39,7 +39,7 @@ def _health(kit: Kit) -> Any:
     return health_pb2_grpc.HealthStub(kit.channel)
 
 
-async def test_health_is_told_while_as_many_calls_wait_as_may() -> None:
+async def test_health_is_reported_while_as_many_calls_wait_as_may() -> None:
     held = Held()
 
     async with kit_server(held.answer) as kit:

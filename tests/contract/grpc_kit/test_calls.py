@@ -251,7 +251,7 @@ async def test_a_client_that_cancels_its_stream_leaves_nothing_behind(
     assert caplog.text == ""
 
 
-async def test_a_call_without_a_deadline_knows_the_default_one() -> None:
+async def test_a_call_without_a_deadline_gets_the_default_deadline() -> None:
     left_s: list[float | None] = []
 
     async def noting(request: Any, context: Any) -> resources_pb2.Dataset:
@@ -273,7 +273,7 @@ class Asked:
         self.data = data
 
 
-async def test_a_stream_tells_the_size_of_each_message_and_keeps_none_that_was_dealt_with() -> None:
+async def test_a_stream_reports_the_size_of_each_message_and_keeps_none_that_was_dealt_with() -> None:
     messages: list[weakref.ref[Asked]] = []
 
     async def sizes(requests: AsyncIterator[Asked], _: Any) -> AsyncIterator[bytes]:

@@ -124,7 +124,7 @@ def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_n
     assert idle.turned == 0
 
 
-async def test_it_knows_how_long_calls_wait_and_when_they_no_longer_do() -> None:
+async def test_the_probe_measures_how_long_calls_wait_and_when_the_wait_ends() -> None:
     load_shedder = Watched()
 
     async def work(request: Any, _: Any) -> resources_pb2.Dataset:

@@ -224,7 +224,7 @@ def test_an_attempt_that_is_overtaken_between_reading_and_writing_is_stale(store
     assert (head.number, head.attempt, head.state) == (2, 2, {"n": 1})
 
 
-def test_a_wish_follows_any_attempt_and_fences_none(store: ObjectStore) -> None:
+def test_a_request_follows_any_attempt_and_fences_none(store: ObjectStore) -> None:
     log = ResourceLog(store, PREFIX)
     log.update(count, attempt=3)
 
@@ -237,7 +237,7 @@ def test_a_wish_follows_any_attempt_and_fences_none(store: ObjectStore) -> None:
     assert (at_work.attempt, at_work.number, at_work.state) == (3, 3, {"n": 3})
 
 
-def test_a_wish_that_a_new_attempt_overtakes_is_still_written(store: ObjectStore) -> None:
+def test_a_request_that_a_new_attempt_overtakes_is_still_written(store: ObjectStore) -> None:
     interrupted = Interrupted(store)
     client = ResourceLog(interrupted, PREFIX)
     client.update(count, attempt=1)

@@ -28,7 +28,7 @@ def test_the_turns_name_each_folder_once_in_the_order_of_keys(store: ObjectStore
     assert found == sorted(NAMES, key=lambda name: f"{name}/")
 
 
-def test_there_are_none_below_a_folder_that_is_not_there(store: ObjectStore) -> None:
+def test_a_missing_folder_has_no_folders_after_a_name(store: ObjectStore) -> None:
     assert store.folders_after("jobs", "", 5) == []
 
 

@@ -58,7 +58,7 @@ def test_a_key_cannot_leave_the_store(store: ObjectStore, key: str) -> None:
         store.put(key, b"value")
 
 
-def test_a_missing_object_is_told_from_an_empty_one(store: ObjectStore) -> None:
+def test_a_missing_object_is_distinguished_from_an_empty_one(store: ObjectStore) -> None:
     store.put("folder/object", b"")
 
     for missing in ("nothing", "folder", "folder/nothing", "folder/object2"):

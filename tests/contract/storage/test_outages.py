@@ -49,7 +49,7 @@ def unresponsive() -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
-def test_an_outage_is_told_before_a_calls_deadline() -> None:
+def test_an_outage_is_reported_before_a_calls_deadline() -> None:
     assert max(RETRY_TIMEOUT_S, RETRY_FOR_S, SILENCE_TIMEOUT.total_seconds()) < DEFAULT_DEADLINE_S
 
 

@@ -44,7 +44,7 @@ def test_wrong_credentials_are_refused_without_showing_them(s3_store: StoreSetti
     assert "not-the-secret" not in str(refused.value)
 
 
-def test_making_the_bucket_tells_refused_credentials_and_impossible_names(s3_store: StoreSettings) -> None:
+def test_making_the_bucket_reports_refused_credentials_and_impossible_names(s3_store: StoreSettings) -> None:
     with pytest.raises(StoreRefused, match="millrace"):
         ensure_bucket(replace(s3_store, s3_secret_key="not-the-secret"))
     with pytest.raises(StoreRefused, match="Not_A_Bucket"):

@@ -134,7 +134,7 @@ def test_a_range_beyond_the_end_is_an_error_and_never_short(
         signed.get_range("key", start, length)
 
 
-def test_a_missing_object_is_told(signed: SignedStore) -> None:
+def test_a_missing_object_is_reported(signed: SignedStore) -> None:
     with pytest.raises(ObjectMissing):
         signed.get("nothing")
     with pytest.raises(ObjectMissing):
@@ -170,7 +170,7 @@ def test_an_address_that_the_store_takes_for_expired_is_signed_anew(
     assert signer.asked == ["sign", "sign"]
 
 
-def test_an_address_that_is_never_accepted_is_told_with_object_and_remedy(s3_store: StoreSettings) -> None:
+def test_an_address_that_is_never_accepted_is_reported_with_object_and_remedy(s3_store: StoreSettings) -> None:
     store = SignedStore(Signer(replace(s3_store, s3_secret_key="another")))
     with pytest.raises(Unavailable, match=r"it refuses GET of a/key by a signed address .*clocks") as raised:
         store.get("a/key")

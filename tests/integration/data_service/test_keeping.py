@@ -85,7 +85,7 @@ def test_a_preview_carries_the_quality_report(client: DataClient, kept: str) -> 
 
 
 @ON_S3_IN_CHAOS
-def test_a_failed_check_is_told_and_leaves_nothing(
+def test_a_failed_check_is_reported_and_leaves_nothing(
     stack: DataStack, client: DataClient, dataset: str, source: pb.ImportSource
 ) -> None:
     check = quality_pb2.QualityCheck(column="n", range=quality_pb2.Range(max=10))

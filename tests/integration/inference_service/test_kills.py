@@ -83,7 +83,7 @@ def test_a_killed_service_started_again_serves_the_same_replicas(struck: Struck)
     assert struck.replicas() == replicas
 
 
-def test_a_service_told_to_stop_exits_cleanly_and_leaves_the_replicas_alone(struck: Struck) -> None:
+def test_a_service_asked_to_stop_exits_cleanly_and_leaves_the_replicas_alone(struck: Struck) -> None:
     service, replicas = struck.stack.service, struck.replicas()
     assert service.stop() == 0
     assert "SIGTERM received" not in service.log.read_text()

@@ -72,7 +72,7 @@ def write_own(store: ObjectStore, **kwargs: object) -> tuple[Written, torch.nn.M
     return Written(entry, said), module
 
 
-def test_it_answers_as_the_model_itself_and_names_its_code(s3_stack: Stack) -> None:
+def test_an_own_model_is_served_with_the_answers_of_the_model_and_names_its_code(s3_stack: Stack) -> None:
     trusted = s3_stack
     written, module = write_own(trusted.store)
 
@@ -119,7 +119,7 @@ def refusal(settings: StoreSettings, written: Written, *, own_code: bool = True)
     return refused.value
 
 
-def test_a_replica_loads_such_code_only_where_it_is_told_to(file_store: StoreSettings) -> None:
+def test_a_replica_loads_such_code_only_where_the_operator_allows_it(file_store: StoreSettings) -> None:
     written, module = write_own(open_store(file_store))
     with code_of_this_process():
         logits = asyncio.run(replica(file_store, written, own_code=True).forward(Rows(RAW, {"image": IMAGES}))).arrays[

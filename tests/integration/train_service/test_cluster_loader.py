@@ -111,7 +111,7 @@ class Clock:
         return time.time() + self.monotonic() - time.monotonic()
 
 
-def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
+def test_a_task_that_stands_still_on_the_last_free_cpu_is_reported_as_a_fault(
     store: ObjectStore, train_ray: RayHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as a want of room: that ends no run, however often it comes."""
@@ -142,7 +142,7 @@ def test_a_task_that_stands_still_on_the_last_free_cpu_is_told_as_a_fault(
     assert raised.value.specific_reason == "PREPARATION_STALLED", raised.value
 
 
-def test_a_row_that_cannot_be_prepared_is_told_as_by_the_other_engine(store: ObjectStore) -> None:
+def test_a_row_that_cannot_be_prepared_is_reported_as_by_the_other_engine(store: ObjectStore) -> None:
     spec = replace(SPEC, model=replace(SPEC.model, num_classes=5))
     threads, cluster = both(store, 0, 1, spec)
     with pytest.raises(InvalidArgument) as wanted:

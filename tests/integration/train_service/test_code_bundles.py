@@ -59,7 +59,7 @@ def test_a_bundle_lives_as_long_as_a_job_names_it(stack: TrainStack, millrace: m
         millrace.train.get_code_bundle(bundle.name)
 
 
-def test_a_module_that_cannot_be_imported_is_told_by_its_line(
+def test_a_module_that_cannot_be_imported_is_reported_by_its_line(
     stack: TrainStack, millrace: mc.Millrace, tmp_path: Path
 ) -> None:
     bundle = millrace.train.push_code(write_files(tmp_path, {"train.py": "\nimport no_such_module\n"}))

@@ -93,7 +93,7 @@ def test_validate_only_answers_as_a_creation_would_and_leaves_nothing(stack: Tra
     assert refused(lambda: stack.client.get(job.name)).code == grpc.StatusCode.NOT_FOUND
 
 
-def test_the_answer_tells_every_default(stack: TrainStack) -> None:
+def test_the_answer_reports_every_default(stack: TrainStack) -> None:
     spec = digits_spec()
     spec.ClearField("optimizer")
     spec.ClearField("num_workers")

@@ -162,7 +162,7 @@ class Net(torch.nn.Module):
 """
 
 
-def test_a_model_in_millraces_loop_that_prints_and_exits_is_told_by_its_line(
+def test_a_model_in_millraces_loop_that_prints_and_exits_is_reported_by_its_line(
     file_stack: TrainStack, tmp_path: Path
 ) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:

@@ -63,7 +63,7 @@ def at_work(store: ObjectStore) -> AttemptContext:
     return AttemptContext(store, jobs, NAME, job)
 
 
-def test_a_follower_that_fails_again_is_told_with_its_error_and_leaves_nothing_in_tunes_registry(
+def test_a_follower_that_fails_again_is_reported_with_its_error_and_leaves_nothing_in_tunes_registry(
     context: AttemptContext, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "TUNE_DISABLE_STRICT_METRIC_CHECKING"):

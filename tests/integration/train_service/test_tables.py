@@ -68,7 +68,7 @@ def trained(file_stack: TrainStack) -> Trained:
 
 
 @pytest.mark.timeout(600)
-def test_it_learns_stops_early_and_has_seen_each_row_once_an_epoch(trained: Trained) -> None:
+def test_training_on_a_table_learns_stops_early_and_reads_each_row_once_an_epoch(trained: Trained) -> None:
     job, validated = trained.job, trained.watch.of("validated")
     assert job.state == State.STATE_SUCCEEDED, job
     assert len(validated) < EPOCHS

@@ -34,7 +34,7 @@ class Clients:
         return Measured(seconds, 1, outcomes), 0.5 * (seconds + serve_load.WARM_UP_S)
 
 
-def test_overload_is_measured_at_twice_and_four_times_the_rate_and_clients_are_told_apart(
+def test_overload_is_measured_at_twice_and_four_times_the_rate_and_clients_are_distinguished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serve, "_sustainable", lambda *_: float(CAPACITY))

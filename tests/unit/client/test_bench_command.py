@@ -55,7 +55,7 @@ def test_rows_come_from_a_file(tmp_path: Path) -> None:
     assert bench("m", "--rows-from", str(tmp_path / "rows.npy")).exit_code == 0
 
 
-def test_a_file_that_does_not_fit_the_model_is_told(tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit_the_model_is_reported(tmp_path: Path) -> None:
     np.savez(tmp_path / "rows.npz", other=np.zeros(1))
     result = bench("m", "--rows-from", str(tmp_path / "rows.npz"))
     assert result.exit_code == 1

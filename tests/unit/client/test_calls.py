@@ -327,7 +327,7 @@ def test_pauses_double_up_to_a_bound_and_differ_between_clients() -> None:
     assert pauses[0] != pauses[1]
 
 
-def test_a_pause_is_no_longer_than_whoever_waits_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pause_is_no_longer_than_the_caller_s_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
     waiting = calls.RetryBudget()

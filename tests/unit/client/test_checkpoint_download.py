@@ -235,7 +235,7 @@ def test_a_service_cannot_write_outside_of_the_folder(tmp_path: Path, path: str)
     assert not (tmp_path / "deep" / "out").exists()
 
 
-def test_a_service_that_sends_nothing_is_told(tmp_path: Path) -> None:
+def test_a_service_that_sends_nothing_is_reported(tmp_path: Path) -> None:
     class Silent(train_service_pb2_grpc.TrainServiceServicer):
         def GetCheckpoint(self, _request: Any, _context: Any) -> Iterator[pb.GetCheckpointResponse]:  # noqa: N802
             yield from ()

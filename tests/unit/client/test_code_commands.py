@@ -51,7 +51,7 @@ def test_a_pushed_folder_is_listed_shown_and_deleted(store: ObjectStore, folder:
     assert commanded(store, "code", "show", name).exit_code == 3
 
 
-def test_what_cannot_be_packed_is_told_by_its_path(store: ObjectStore, folder: Path) -> None:
+def test_what_cannot_be_packed_is_reported_by_its_path(store: ObjectStore, folder: Path) -> None:
     (folder / "data").symlink_to("/etc")
     result = commanded(store, "code", "push", str(folder))
     assert result.exit_code == 1
@@ -115,7 +115,7 @@ def test_a_script_says_what_the_options_leave_open(store: ObjectStore, folder: P
         (("--hang-after", "0"), "0.0 is not in the range x>0"),
     ],
 )
-def test_a_wrong_option_of_a_run_is_told_before_anything_is_pushed(
+def test_a_wrong_option_of_a_run_is_reported_before_anything_is_pushed(
     store: ObjectStore, folder: Path, options: tuple[str, ...], text: str
 ) -> None:
     result = commanded(store, "train", "run", f"{folder}:train:loop", *options)

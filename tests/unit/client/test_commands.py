@@ -221,7 +221,7 @@ def test_status_says_who_holds_which_cpus_and_what_is_free() -> None:
     ]
 
 
-def test_a_service_on_an_overloaded_machine_has_seconds_to_tell_its_health() -> None:
+def test_a_service_on_an_overloaded_machine_has_seconds_to_report_its_health() -> None:
     left_s: list[float] = []
 
     class Slow(health.HealthServicer):

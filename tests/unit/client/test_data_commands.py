@@ -92,7 +92,7 @@ def test_a_good_version_is_said_to_be_good() -> None:
 
 
 @pytest.mark.parametrize("json_flag", [(), ("--json",)])
-def test_damage_is_exit_code_1_and_told_whole(json_flag: tuple[str, ...]) -> None:
+def test_damage_is_exit_code_1_and_reported_whole(json_flag: tuple[str, ...]) -> None:
     damages = [data_service_pb2.Damage(path=f"{name}.parquet", description="is gone") for name in "ab"]
     result = run(Recording(*damages), "verify", VERSION, *json_flag)
     assert result.exit_code == 1
@@ -333,7 +333,7 @@ def test_wrong_usage_is_exit_code_2_and_asks_for_nothing(arguments: tuple[str, .
         ("drift:a=much", "MOST is a number"),
     ],
 )
-def test_a_check_without_its_numbers_is_told_which_they_are(check: str, expected: str) -> None:
+def test_a_check_without_its_numbers_names_the_missing_ones(check: str, expected: str) -> None:
     result = run(Recording(), "transform", VERSION, "--split-column", "s", "--check", check)
     assert result.exit_code == 2
     assert expected in result.stderr
@@ -378,7 +378,7 @@ def test_what_makes_a_version_can_be_cancelled_and_nothing_else(state: str, expe
     ],
     ids=" ".join,
 )
-def test_who_no_longer_waits_is_told_that_it_goes_on(
+def test_who_no_longer_waits_learns_that_it_goes_on(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_operation: Any, timeout_s: float, **_: Any) -> None:

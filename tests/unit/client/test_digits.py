@@ -60,7 +60,7 @@ def test_without_anything_scikit_learns_digits_are_scaled_up(somewhere: Path) ->
     assert np.frombuffer(train_images[16:], np.uint8).max() > 200
 
 
-def test_with_no_source_left_every_refusal_is_told(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_no_source_left_every_refusal_is_reported(somewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(NoDigits, match=r"MNIST_ROOT=.*shared/data/mnist.*no network.*not installed"):
         find_digits(somewhere / "cache", {"MNIST_ROOT": "/nowhere"})

@@ -366,7 +366,7 @@ def test_a_row_that_the_model_refuses_is_named_as_its_file_counts_it(csv: Path, 
     ids=["column", "number", "fraction", "no-row", "empty", "ragged", "parquet", "suffix", "image"],
 )
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
-def test_a_file_that_cannot_be_asked_about_is_told(
+def test_a_file_that_cannot_be_asked_about_is_reported(
     tmp_path: Path, name: str, content: bytes, expected: str, as_json: bool
 ) -> None:
     (tmp_path / name).write_bytes(content)

@@ -34,7 +34,7 @@ def run(servicer: Any, *arguments: str) -> Result:
     return result
 
 
-def test_the_options_become_a_plan_and_each_step_is_told_once() -> None:
+def test_the_options_become_a_plan_and_each_step_is_reported_once() -> None:
     servicer = Rolling()
     options = "--step 5:60 --step 100:0.5 --max-error-share 0 --max-p99-ms 12.5 --max-p99-ratio 2 --min-requests 9"
     options += " --window 30 --compare datasets/d/versions/v:test --min-agreement 0.9"
@@ -121,7 +121,7 @@ def test_a_time_that_is_no_number_is_wrong_usage(option: str, time: str) -> None
     assert (result.exit_code, option in result.output) == (2, True)
 
 
-def test_rolling_back_tells_what_answers_now() -> None:
+def test_rolling_back_reports_what_answers_now() -> None:
     servicer = Rolling()
     result = run(servicer, "rollback", "digits", "--etag", "e")
     assert "answers as version 1; the roll-out of version 2 is rolled back." in result.stdout

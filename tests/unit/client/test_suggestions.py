@@ -167,7 +167,7 @@ def test_a_prepared_version_that_is_not_there_any_more_is_made_anew(both: Both) 
     assert first == REQUEST_ID != second
 
 
-def test_a_source_that_is_gone_is_told_and_nothing_is_made_anew() -> None:
+def test_a_source_that_is_gone_is_reported_and_nothing_is_made_anew() -> None:
     both = Both(no_source=True)
     with client_of(both) as client, pytest.raises(mc.MillraceError):
         client.train.suggest_training_spec(SOURCE, prepare=True)

@@ -142,7 +142,7 @@ def test_sweeps_are_listed() -> None:
 
 
 @pytest.mark.parametrize(("final", "exit_code"), [(Sweep.STATE_SUCCEEDED, 0), (Sweep.STATE_FAILED, 1)])
-def test_watching_ends_with_the_sweep_and_tells_whether_it_failed(final: Any, exit_code: int) -> None:
+def test_watching_ends_with_the_sweep_and_reports_whether_it_failed(final: Any, exit_code: int) -> None:
     options = ("--grid", f"{RATE}=0.1,0.2", "--dataset-version", "datasets/d/versions/v", "--watch")
     result = run(Sweeping(final), "sweep", "s", *options)
     assert result.exit_code == exit_code

@@ -80,7 +80,7 @@ def test_what_the_policy_does_not_keep_goes(store: ObjectStore) -> None:
     assert [version.number for version in after.versions if version.retired_at is None] == ["1", "3"]
 
 
-def test_it_tells_how_the_traffic_is_shared_out_now(store: ObjectStore) -> None:
+def test_the_command_prints_how_the_traffic_is_divided(store: ObjectStore) -> None:
     result = commanded(store, "deployments", "traffic", "digits", "--weight", "2=1", "--no-routes")
     assert ["2", "ready", "100", "%", "2"] in [line.split()[:5] for line in result.stdout.splitlines()]
     assert "x-canary" not in result.stdout

@@ -100,7 +100,7 @@ def test_a_program_shows_its_reports_as_steps_and_no_epoch_that_it_did_not_name(
     assert "-1" not in table
 
 
-def test_rows_consumed_twice_are_told_and_are_exit_code_1() -> None:
+def test_rows_consumed_twice_are_reported_and_are_exit_code_1() -> None:
     result = run(RecordedRun(repeated=12), "coverage", "j")
     assert result.exit_code == 1
     assert "epoch 1: repeated rows 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …" in result.stdout
@@ -137,7 +137,7 @@ def test_the_log_of_one_rank_is_printed_as_it_is() -> None:
     assert run(RecordedRun(), "logs", "j", "--rank", "-1").stdout == "own\n"
 
 
-def test_wishes_reach_the_service() -> None:
+def test_requests_reach_the_service() -> None:
     servicer = RecordedRun()
     assert "suspending" in run(servicer, "suspend", "j", "--etag", "3").stdout
     assert "recovering" in run(servicer, "resume", "trainingJobs/j").stdout
@@ -150,7 +150,7 @@ def test_wishes_reach_the_service() -> None:
     ]
 
 
-def test_watching_tells_of_restarts_with_their_cause_and_of_waiting() -> None:
+def test_watching_reports_restarts_with_their_cause_and_of_waiting() -> None:
     text = run(RecordedRun(), "watch", "j").stdout
     for wanted in (
         "attempt 1 begins on 3 workers",
@@ -168,7 +168,7 @@ def test_progress_lines_show_throughput_waiting_and_what_is_left(monkeypatch: py
     assert re.search(r"epoch 3/3  step 30/30  loss 0\.250 .* rows/s .* left .*25% for rows, 5% for checkpoints", text)
 
 
-def test_watching_a_suspended_job_tells_of_its_run_and_ends_well() -> None:
+def test_watching_a_suspended_job_reports_its_run_and_ends_well() -> None:
     result = run(RecordedRun(state=Job.STATE_SUSPENDED), "watch", "j")
     assert result.exit_code == 0
     assert "attempt 2 goes on from step 10 on 2 workers" in result.stdout
@@ -211,7 +211,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.read_text()
 
 
-def test_the_report_tells_of_curves_restarts_coverage_checkpoints_and_spec(page: str) -> None:
+def test_the_report_reports_curves_restarts_coverage_checkpoints_and_spec(page: str) -> None:
     for wanted in (
         "<h3>loss ",
         "<h3>validation_accuracy ",

@@ -111,7 +111,7 @@ def test_a_source_without_a_byte_is_an_upload_without_a_byte(server: UploadServe
     assert (done.state, done.size_bytes) == (State.STATE_COMMITTED, 0)
 
 
-def test_it_goes_on_after_the_server_was_restarted(server: UploadServer) -> None:
+def test_an_upload_continues_after_the_server_restarted(server: UploadServer) -> None:
     restarts = []
 
     def pieces() -> Iterator[bytes]:
@@ -151,7 +151,7 @@ def test_a_slow_sources_bytes_are_sent_as_they_come_also_after_a_break(server: U
     assert content(server.store, done.name) == DATA
 
 
-def test_it_waits_for_a_server_that_is_away_for_a_while(server: UploadServer) -> None:
+def test_an_upload_waits_for_an_absent_server(server: UploadServer) -> None:
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]
         server.stop()
@@ -165,7 +165,7 @@ def test_it_waits_for_a_server_that_is_away_for_a_while(server: UploadServer) ->
     assert content(server.store, done.name) == DATA
 
 
-def test_it_gives_up_when_the_server_stays_away_and_tells_how_to_resume(
+def test_an_upload_fails_when_the_server_stays_absent_and_says_how_to_resume(
     server: UploadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "OUTAGE_TIMEOUT_S", 0.2)
@@ -226,7 +226,7 @@ def test_few_chunks_are_unacknowledged_however_fast_the_source_is(
         upload(caller, stub, DATASET, pieces())
 
 
-def test_ctrl_c_leaves_the_upload_open_and_tells_its_name(server: UploadServer) -> None:
+def test_ctrl_c_leaves_the_upload_open_and_reports_its_name(server: UploadServer) -> None:
     def pieces() -> Iterator[bytes]:
         for at in range(0, 20 * CHUNK, CHUNK):
             yield DATA[at : at + CHUNK]
@@ -343,7 +343,7 @@ def test_a_commit_ends_when_the_server_answers_but_gets_no_further(
     assert raised.value.metadata["upload"] == name
 
 
-def test_an_error_of_the_source_is_raised_as_it_is_and_tells_how_to_resume(server: UploadServer) -> None:
+def test_an_error_of_the_source_is_raised_as_it_is_and_reports_how_to_resume(server: UploadServer) -> None:
     def pieces() -> Iterator[bytes]:
         yield DATA[:CHUNK]
         raise OSError("the tape tore")

@@ -176,7 +176,7 @@ def test_of_the_version_what_is_long_goes_and_the_rest_stays(made_of: dict[str, 
     assert answer == whole
 
 
-def test_of_a_version_of_very_many_columns_with_long_names_the_first_are_told() -> None:
+def test_of_a_version_of_very_many_columns_with_long_names_the_first_are_reported() -> None:
     answer = answer_of({}, 2 * MIB)
     for place in range(10_000):
         answer.version.columns.add(name=f"{place:01000d}", arrow_type="int64")

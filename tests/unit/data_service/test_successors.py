@@ -46,7 +46,7 @@ def claim_successor(store: ObjectStore, base: JobRecord, job: JobRecord) -> None
         pass
 
 
-def test_of_writers_at_the_same_time_one_wins_and_the_others_are_told_which(store: ObjectStore) -> None:
+def test_of_writers_at_the_same_time_one_wins_and_the_others_learn_which(store: ObjectStore) -> None:
     writers = [a_job(f"v{number}") for number in range(2, 10)]
 
     def claim(job: JobRecord) -> str:
@@ -119,7 +119,7 @@ def test_a_claimant_that_makes_its_job_after_another_took_its_place_fails(
         confirm_follows(store, BASE, slow)
 
 
-def test_whoever_takes_over_a_claim_while_its_job_is_made_and_confirmed_is_refused(
+def test_a_taker_of_a_claim_is_refused_while_the_claim_s_job_is_made_and_confirmed(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looked for the job before that was made, and appends after."""

@@ -53,7 +53,7 @@ def test_a_good_version_is_read_to_its_last_byte(store: ObjectStore, version: Da
     assert last.rows_checked == 700
 
 
-def test_a_flipped_byte_is_told_with_its_row_group(store: ObjectStore, version: DatasetVersion) -> None:
+def test_a_flipped_byte_is_reported_with_its_row_group(store: ObjectStore, version: DatasetVersion) -> None:
     footer = VersionReader(store, version).footer(0)
     column: Any = footer.row_group(1).column(0)
     flip(store, key(version), column.data_page_offset + column.total_compressed_size - 5)
@@ -65,7 +65,7 @@ def test_a_flipped_byte_is_told_with_its_row_group(store: ObjectStore, version: 
     assert last.rows_checked == 700 - 256
 
 
-def test_a_damaged_footer_is_told(store: ObjectStore, version: DatasetVersion) -> None:
+def test_a_damaged_footer_is_reported(store: ObjectStore, version: DatasetVersion) -> None:
     flip(store, key(version, 1), -12)
     damages, last = verified(store, version)
     assert {one.path for one in damages} == {"test-00000.parquet"}
@@ -73,7 +73,7 @@ def test_a_damaged_footer_is_told(store: ObjectStore, version: DatasetVersion) -
     assert last.rows_checked == 600
 
 
-def test_a_file_that_is_gone_is_told_once_and_the_others_are_checked(
+def test_a_file_that_is_gone_is_reported_once_and_the_others_are_checked(
     store: ObjectStore, version: DatasetVersion
 ) -> None:
     store.delete(key(version))
@@ -154,7 +154,7 @@ def test_a_version_that_is_deleted_while_a_file_is_read_again_is_not_damaged(
         verified(store, version)
 
 
-def test_a_manifest_that_changed_is_told(store: ObjectStore, version: DatasetVersion) -> None:
+def test_a_manifest_that_changed_is_reported(store: ObjectStore, version: DatasetVersion) -> None:
     flip(store, f"{version.folder}/manifest.json", 10)
     damages, last = verified(store, version)
     assert [one.path for one in damages] == ["manifest.json"]
@@ -171,14 +171,14 @@ def test_attachments_are_checked_like_files(store: ObjectStore, version: Dataset
     assert "SHA-256" in damage.description
 
 
-def test_a_truncated_file_is_told_with_its_size(store: ObjectStore, version: DatasetVersion) -> None:
+def test_a_truncated_file_is_reported_with_its_size(store: ObjectStore, version: DatasetVersion) -> None:
     data = store.get(key(version))
     store.put(key(version), data[:-10])
     damages, _ = verified(store, version)
     assert damages[0] == Damage("train-00000.parquet", f"has {len(data) - 10:,} bytes, not {len(data):,}")
 
 
-def test_row_ids_that_do_not_follow_each_other_are_told(
+def test_row_ids_that_do_not_follow_each_other_are_reported(
     store: ObjectStore, version: DatasetVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = VersionReader.read

@@ -79,7 +79,7 @@ def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when
     assert first.may_listen(False, [])
 
 
-def test_what_a_process_is_taking_out_the_others_know_as_long_as_it_tells(tmp_path: Path) -> None:
+def test_what_a_process_is_taking_out_the_others_know_as_long_as_it_reports(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     first.publish(replace(reported("b"), going=["a"]))
     assert (first.going(), second.going()) == (set(), {"a"})
@@ -210,7 +210,7 @@ async def test_an_application_goes_once_no_frontend_that_lives_sends_there(
     await asyncio.wait_for(going, 240)
 
 
-async def test_what_a_frontend_told_before_it_heard_that_an_application_goes_says_nothing_of_what_it_holds(
+async def test_what_a_frontend_reported_before_it_heard_that_an_application_goes_says_nothing_of_what_it_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
@@ -436,7 +436,7 @@ asyncio.run(main())
 
 # No further descriptor; no further byte, as on a full disk.
 @pytest.mark.parametrize("limit", ["RLIMIT_NOFILE", "RLIMIT_FSIZE"])
-def test_a_frontend_that_can_tell_nothing_is_spared_until_it_hangs(
+def test_a_frontend_that_can_report_nothing_is_spared_until_it_hangs(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(frontend: int) -> None:

@@ -101,7 +101,7 @@ async def test_rows_answered_with_a_nan_are_counted_and_a_refused_request_of_the
         assert seen["non_finite_rows_total", labels()] == 3
 
 
-def test_a_port_that_is_taken_is_told_with_its_setting() -> None:
+def test_a_port_that_is_taken_is_reported_with_its_setting() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         with (
@@ -120,7 +120,7 @@ def test_an_address_of_ipv6_is_written_in_brackets() -> None:
 
 
 @pytest.mark.parametrize("host", ["203.0.113.7", "nowhere.invalid"])
-def test_an_address_that_is_not_this_machines_is_told_with_the_remedy(host: str) -> None:
+def test_an_address_that_is_not_this_machines_is_reported_with_the_remedy(host: str) -> None:
     with (
         pytest.raises(SettingsError, match=r"MILLRACE_METRICS_LISTEN.*; use an address of this machine"),
         metrics_served(f"{host}:9400", Models()),
@@ -141,7 +141,7 @@ def test_an_address_that_is_none_is_refused_with_examples(listen: str) -> None:
         settings_from({**ENVIRON, "MILLRACE_METRICS_LISTEN": listen})
 
 
-async def test_how_many_replicas_run_is_told() -> None:
+async def test_how_many_replicas_run_is_reported() -> None:
     async with inference_server() as server:
         address = f"127.0.0.1:{free_ports(1)[0]}"
         (one,) = server.models.listed()

@@ -86,7 +86,7 @@ def test_unpacking_and_packing_again_gives_the_same_bytes(tmp_path: Path) -> Non
     assert (facts.size_bytes, facts.file_count, facts.unpacked_size_bytes) == (len(data), 3, 7)
 
 
-def test_a_bundle_tells_its_modules_and_requirements(tmp_path: Path) -> None:
+def test_a_bundle_reports_its_modules_and_requirements(tmp_path: Path) -> None:
     files = {
         "train.py": "",
         "pkg/__init__.py": "",
@@ -175,7 +175,7 @@ def test_a_folder_without_files_and_a_path_of_another_kind_are_refused(tmp_path:
         packed(tmp_path / "missing")
 
 
-def test_limits_are_told_with_their_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_are_reported_with_their_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of(tmp_path / "code", {f"{number}.py": "x" * 100 for number in range(6)})
     monkeypatch.setattr(code_packing, "MAX_FILES", 5)
     with pytest.raises(NotABundle, match=r"more than 5 files: .*millraceignore") as caught:

@@ -88,11 +88,11 @@ def test_resources_are_named_in_message_and_metadata() -> None:
 
 
 @pytest.mark.parametrize("value", ["x" * 10**6, b"\x00" * 10**6], ids=["text", "bytes"])
-def test_a_megabyte_is_not_told_back(value: object) -> None:
+def test_a_megabyte_is_not_repeated(value: object) -> None:
     assert len(str(invalid_field("f", value, "use less"))) < 300
 
 
-def test_of_very_many_refused_fields_the_first_are_told_and_how_many_there_are() -> None:
+def test_of_very_many_refused_fields_the_first_are_reported_and_how_many_there_are() -> None:
     error = invalid_fields((f"names[{place}]", "", "name it") for place in range(200_000))
 
     assert [field for field, _ in error.fields] == [f"names[{place}]" for place in range(MAX_REPORTED_FIELDS)]

@@ -12,7 +12,7 @@ LOOPBACK = "127.0.0.1:50052"
 
 @pytest.mark.parametrize("environ", [{}, {"MILLRACE_OWN_CODE": ""}, {"MILLRACE_OWN_CODE": "off"}])
 @pytest.mark.parametrize("listen", [LOOPBACK, "0.0.0.0:50052"])
-def test_it_is_off_by_default_wherever_a_service_listens(environ: dict[str, str], listen: str) -> None:
+def test_own_code_is_off_by_default_wherever_a_service_listens(environ: dict[str, str], listen: str) -> None:
     assert own_code(environ, listen, has_token=False) == OwnCode(is_trusted=False)
 
 

@@ -70,7 +70,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_reader_that_takes_nothing_gives_its_slot_to_one_that_waits_and_is_told() -> None:
+def test_a_reader_that_takes_nothing_gives_its_slot_to_one_that_waits_and_is_notified() -> None:
     now = 0.0
 
     async def main() -> None:

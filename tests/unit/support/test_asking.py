@@ -8,7 +8,7 @@ import threading
 from tests.support.asking import Load
 
 
-def test_a_wrong_answer_is_told_as_an_error_is() -> None:
+def test_a_wrong_answer_is_reported_as_an_error_is() -> None:
     numbers = itertools.count()
 
     def ask() -> str:
@@ -20,7 +20,7 @@ def test_a_wrong_answer_is_told_as_an_error_is() -> None:
     assert [str(error).splitlines()[0] for error in load.errors] == ["a wrong answer"]
 
 
-def test_whoever_waits_for_calls_under_way_waits_for_the_slowest() -> None:
+def test_a_wait_for_calls_under_way_ends_with_the_slowest() -> None:
     held, asked = threading.Event(), threading.Lock()
 
     def ask() -> str:

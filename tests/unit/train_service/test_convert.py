@@ -233,7 +233,7 @@ def test_every_state_has_a_name_in_the_contract(state: JobState) -> None:
     assert not job.HasField("error")
 
 
-def test_a_job_tells_its_newest_and_its_best_checkpoint() -> None:
+def test_a_job_reports_its_newest_and_its_best_checkpoint() -> None:
     entries = [entry(10, validation_r2=0.9), entry(20, validation_r2=0.7, validation_accuracy=1.0), entry(25)]
 
     job = job_to_proto(JobView(record(), {"step": 25, "loss": 0.5}, newest=entries[2], best=entries[0]))
@@ -243,13 +243,13 @@ def test_a_job_tells_its_newest_and_its_best_checkpoint() -> None:
     assert (job.progress.step, job.progress.loss) == (25, 0.5)
 
 
-def test_a_job_tells_what_it_lost_and_what_it_waits_for() -> None:
+def test_a_job_reports_what_it_lost_and_what_it_waits_for() -> None:
     job = job_to_proto(JobView(record(failures=2, preemptions=3), {}, waiting_for="2 workers of 1 CPU"))
 
     assert (job.failures, job.preemptions, job.waiting_for) == (2, 3, "2 workers of 1 CPU")
 
 
-def test_why_a_job_failed_is_told_only_once_it_has() -> None:
+def test_why_a_job_failed_is_reported_only_once_it_has() -> None:
     error = Unavailable("gone", reason="WORKERS_LOST", metadata={"ranks": "1"}).as_record()
 
     assert not job_to_proto(JobView(record(state=JobState.RECOVERING, error=error), {})).HasField("error")
@@ -258,7 +258,7 @@ def test_why_a_job_failed_is_told_only_once_it_has() -> None:
     assert failed.details
 
 
-def test_a_checkpoint_is_told_whole() -> None:
+def test_a_checkpoint_is_reported_whole() -> None:
     reported = checkpoint_to_proto(entry(10, validation_loss=0.25))
 
     assert (reported.step, reported.epoch, reported.attempt, reported.size_bytes) == (10, 1, 2, 2**40)

@@ -90,7 +90,7 @@ def test_noise_of_a_package_is_repeated_by_a_resumed_run() -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_a_step_or_a_loss_may_tell_the_mean(parts: int) -> None:
+def test_a_step_or_a_loss_may_report_the_mean(parts: int) -> None:
     ours = trained(replace(SPEC, accumulation_steps=parts), range(4))
     means = trained(replace(SPEC, accumulation_steps=parts, training_step="plain"), range(4))
     numbers = trained(replace(NUMBERS, accumulation_steps=parts), range(4))

@@ -76,7 +76,7 @@ def test_local_mode_ends_with_bit_for_bit_the_weights_of_one_worker(
     torch.set_num_threads(1)
 
 
-def test_a_hang_in_local_mode_is_told_with_the_stacks_and_ends_the_process(
+def test_a_hang_in_local_mode_is_reported_with_the_stacks_and_ends_the_process(
     store: ObjectStore, file_store: StoreSettings
 ) -> None:
     new_job(store, JOB)

@@ -171,7 +171,7 @@ def test_a_version_has_1_to_64_sources(sources: list[Source]) -> None:
     assert refused_fields(ImportSpec(sources=sources, hold_outs=[])) == ["sources"]
 
 
-def test_there_are_at_most_64_hold_outs() -> None:
+def test_an_import_has_at_most_64_hold_outs() -> None:
     assert refused_fields(ImportSpec(sources=[TRAIN], hold_outs=[CUT] * 65)) == ["hold_outs"]
 
 

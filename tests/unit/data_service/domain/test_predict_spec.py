@@ -31,7 +31,7 @@ def test_a_spec_comes_back_from_its_record() -> None:
     assert again == PredictSpec(**{**GOOD.__dict__, "columns": ["id"], "outputs": ["score"]})
 
 
-def test_every_broken_field_is_told_at_once() -> None:
+def test_every_broken_field_is_reported_at_once() -> None:
     broken = PredictSpec(
         source="datasets/d",
         checkpoint=CheckpointRef(name="", sha256="xyz"),

@@ -52,7 +52,7 @@ def test_a_split_rule_needs_no_step() -> None:
     assert refused(TransformSpec(source=SOURCE, transform={})) == ["transform"]
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_all_that_is_wrong_is_reported_at_once() -> None:
     rule = HashSplit(
         key_columns=["user", "user"],
         shares=[

@@ -18,7 +18,7 @@ from data_service.domain.import_spec import (
 ROOTS = [PurePosixPath("/data/in")]
 
 
-def test_files_and_objects_are_told_apart() -> None:
+def test_files_and_objects_are_distinguished() -> None:
     assert parse_uri("file:///data/in/a%20b.gz") == FileSource(PurePosixPath("/data/in/a b.gz"))
     assert parse_uri("s3://bucket/deep/key.parquet") == S3Source("bucket", "deep/key.parquet")
 

@@ -122,7 +122,7 @@ def test_zeros_in_front_are_kept_wherever_in_the_file_they_come_unless_a_number_
     assert not bad.rows
 
 
-def test_ragged_rows_are_told_by_their_lines(tmp_path: Path) -> None:
+def test_ragged_rows_are_reported_by_their_lines(tmp_path: Path) -> None:
     table, bad = read(tmp_path, 'a,b\n1,2\n3\n\n4,5,6\n"x\ny",7\n8,9\n"q",1,2\n')
     assert table["a"].to_pylist() == ["1", "x\ny", "8"]
     assert bad.places == ["line 3", "line 5", "line 9"]
@@ -130,7 +130,7 @@ def test_ragged_rows_are_told_by_their_lines(tmp_path: Path) -> None:
     assert bad.rows[1].excerpt == "4,5,6"
 
 
-def test_values_that_do_not_fit_a_given_type_are_told_by_line_and_reason(tmp_path: Path) -> None:
+def test_values_that_do_not_fit_a_given_type_are_reported_by_line_and_reason(tmp_path: Path) -> None:
     table, bad = read(tmp_path, "a,b\n1,x\nzwei,y\n3,z\n300,z\n", types={"a": "int8"})
     assert table.to_pydict() == {"a": [1, 3], "b": ["x", "z"]}
     assert [(row.place, row.reason, row.excerpt) for row in bad.rows] == [
@@ -532,7 +532,7 @@ def test_the_example_tables_are_read_as_arrow_reads_them(name: str, rows: int) -
 
 
 @pytest.mark.parametrize("codec", ["utf-16-le", "utf-16-be"])
-def test_utf_16_without_a_byte_order_mark_is_told_by_its_zero_bytes(tmp_path: Path, codec: str) -> None:
+def test_utf_16_without_a_byte_order_mark_is_reported_by_its_zero_bytes(tmp_path: Path, codec: str) -> None:
     table, bad = read(tmp_path, 'a,"b"\n1,\u00e9\U0001d54f\n'.encode(codec), encoding="utf-16")
     assert table.to_pydict() == {"a": [1], "b": ["\u00e9\U0001d54f"]}
     assert not bad.rows

@@ -60,7 +60,7 @@ def test_labels_use_the_classes_of_all_sources(tmp_path: Path) -> None:
     }
 
 
-def test_names_are_told_apart_by_their_bytes(tmp_path: Path) -> None:
+def test_names_are_distinguished_by_their_bytes(tmp_path: Path) -> None:
     uri = write(tmp_path, {"e\u0301/x.png": encoded(), "\u00e9/x.png": encoded(), "Z/x.png": encoded()})
     (one,) = opened(tmp_path, source_of(uri, "image_folder"))
     assert one.rows.class_names == ["Z", "e\u0301", "\u00e9"]

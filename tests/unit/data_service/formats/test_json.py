@@ -254,13 +254,13 @@ def test_a_line_of_very_many_lists_is_a_bad_row_and_never_parsed(
     assert bad.rows[0].reason == "it has more than 10 lists and objects"
 
 
-def test_a_line_that_is_no_json_is_told_once_and_where_it_goes_wrong(tmp_path: Path) -> None:
+def test_a_line_that_is_no_json_is_reported_once_and_where_it_goes_wrong(tmp_path: Path) -> None:
     _, bad = read(tmp_path, '{"a": 1}\n{"a": x}\n')
     assert bad.places == ["line 2"]
     assert bad.rows[0].reason == "it is no JSON: unexpected character, expected a JSON value at character 7"
 
 
-def test_a_file_without_any_row_tells_its_first_bad_line(tmp_path: Path) -> None:
+def test_a_file_without_any_row_reports_its_first_bad_line(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no line of it is a row; of line 2, it is no JSON object"):
         read(tmp_path, "\n[1]\nnope\n")
 

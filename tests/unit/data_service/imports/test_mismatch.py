@@ -45,7 +45,7 @@ def test_types_that_fit_each_other_do_not_differ() -> None:
     assert reported.startswith("it has size: float where sources[0] has size: double;")
 
 
-def test_of_very_many_differences_a_few_are_told() -> None:
+def test_of_very_many_differences_a_few_are_reported() -> None:
     wide = pa.schema([(f"c{number:05d}".ljust(1024, "_"), pa.int64()) for number in range(10_000)])
     other = pa.schema([(name.upper(), pa.int64()) for name in wide.names])
     typed = pa.schema([(name, pa.string()) for name in wide.names])

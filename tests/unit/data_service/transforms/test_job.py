@@ -204,7 +204,7 @@ def test_what_a_step_learns_decides_a_shape(store: ObjectStore) -> None:
 
 
 @pytest.mark.usefixtures("source")
-def test_the_new_version_knows_where_it_comes_from(store: ObjectStore) -> None:
+def test_a_transformed_version_names_its_source(store: ObjectStore) -> None:
     first = transform_here(store, [column("x", standardize={})])
     source, version = load_version(store, SOURCE), load_version(store, first.name)
     assert [(one.version, one.manifest_sha256) for one in version.manifest.parents] == [
@@ -291,7 +291,7 @@ def test_keys_of_a_check_of_uniqueness_wait_on_the_disk(
         ({"rowCount": {"split": "test", "min": 2000}}, "test needs 2,000 rows"),
     ],
 )
-def test_a_check_that_fails_is_told_with_its_first_row_and_nothing_is_made(
+def test_a_check_that_fails_is_reported_with_its_first_row_and_nothing_is_made(
     store: ObjectStore, check: dict[str, Any], expected: str
 ) -> None:
     job = transform_here(store, [column("x", standardize={})], checks=[check])
@@ -318,7 +318,7 @@ def test_the_row_on_which_a_custom_function_fails_is_found(store: ObjectStore) -
 
 
 @pytest.mark.usefixtures("source")
-def test_the_rows_with_which_a_custom_function_hangs_are_told(store: ObjectStore) -> None:
+def test_the_rows_with_which_a_custom_function_hangs_are_reported(store: ObjectStore) -> None:
     reported = refused(transform_here(store, [custom("hangs", "n", timeoutS=1.05)]), "InvalidArgument")
     rows = re.search(r"transform.steps\[0\]: rows (\d+) to (\d+): .* took longer than 1.05 s", reported)
     assert rows is not None
@@ -366,7 +366,7 @@ def test_images_are_worked_on_a_few_at_a_time_and_come_out_as_from_the_pipeline(
 
 
 @pytest.mark.usefixtures("source")
-def test_progress_tells_the_phase_and_adds_up(store: ObjectStore) -> None:
+def test_progress_reports_the_phase_and_adds_up(store: ObjectStore) -> None:
     job = transform_here(store, [{"filter": {"expression": "n > 5"}}, column("x", standardize={})])
     progress = json.loads(store.get(f"{job.name}/progress.json"))
     assert (progress["phase"], progress["rows_done"], progress["rows_total"]) == ("WRITING", 7000, 7000)

@@ -158,7 +158,7 @@ def test_one_upload_that_cannot_be_swept_does_not_keep_the_others(store: ObjectS
     assert len(uploads.sweep(time.time() + OPEN_FOR_S + 60)) == len(names) - 1
 
 
-def test_bytes_left_by_whoever_died_while_taking_it_away_are_swept(store: ObjectStore, uploads: Uploads) -> None:
+def test_bytes_left_by_a_process_that_died_during_the_removal_are_swept(store: ObjectStore, uploads: Uploads) -> None:
     name = committed(uploads, DATA)
     log_of(store, name).update(lambda record: {**record.state, "state": "GONE"} if record else None)
     uploads.sweep(time.time())

@@ -242,7 +242,7 @@ def test_following_ends_when_no_byte_comes(store: ObjectStore, uploads: Uploads)
         file.read()
 
 
-def test_whoever_waits_can_be_stopped(store: ObjectStore, uploads: Uploads) -> None:
+def test_a_waiting_reader_can_be_stopped(store: ObjectStore, uploads: Uploads) -> None:
     name = started(uploads)
 
     def stop() -> None:
@@ -260,7 +260,7 @@ def test_bytes_that_came_after_the_count_of_the_commit_are_no_part_of_it(store: 
         assert file.read() == DATA
 
 
-def test_bytes_given_out_that_the_commit_then_leaves_out_are_told(store: ObjectStore, uploads: Uploads) -> None:
+def test_bytes_given_out_that_the_commit_then_leaves_out_are_reported(store: ObjectStore, uploads: Uploads) -> None:
     name = started(uploads)
     send_all(uploads, name, DATA, 1000)
     upload = uploads.get(name).record

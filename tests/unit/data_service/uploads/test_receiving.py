@@ -220,7 +220,7 @@ def test_a_long_call_does_not_go_on_in_the_next_upload_of_the_name(
     assert uploads.get(name).acknowledged_size == 0
 
 
-def test_a_full_store_is_told_after_what_came_before(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_store_is_reported_after_what_came_before(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
     name = started(uploads)
     put_if_absent = ObjectStore.put_if_absent
 

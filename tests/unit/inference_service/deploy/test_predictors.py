@@ -41,7 +41,7 @@ def test_a_programs_checkpoint_is_deployed_where_own_code_is_trusted(
 
 
 @pytest.mark.parametrize("validate_only", [True, False])
-def test_it_is_refused_where_own_code_is_off(
+def test_a_predictor_is_refused_where_own_code_is_off(
     store: ObjectStore, manager: DeploymentManager, validate_only: bool
 ) -> None:
     entry = commit_program(store)

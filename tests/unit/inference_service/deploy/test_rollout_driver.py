@@ -36,7 +36,7 @@ LONG_AFTER = 1e12
 
 
 @pytest.mark.usefixtures("ready")
-async def test_it_goes_through_its_steps_while_the_new_version_answers_and_lets_the_old_one_go(
+async def test_a_rollout_takes_its_steps_while_the_new_version_answers_and_unloads_the_old_version(
     store: ObjectStore, deployments: Deployments, rollouts: RolloutManager, operations: DeploymentOperations
 ) -> None:
     made = load(deployments, rollouts.begin(request()))

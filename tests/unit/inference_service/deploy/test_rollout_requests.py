@@ -95,7 +95,7 @@ def test_checking_only_and_what_is_refused_write_no_rollout_and_take_no_mark_awa
     assert references_of_job(store, JOB, LONG_AFTER) == {f"{JOB}/checkpoints/c1": [NAME]}
 
 
-def test_a_wish_that_loses_a_race_leaves_the_mark_of_a_version_that_has_it(
+def test_a_request_that_loses_a_race_leaves_the_mark_of_a_version_that_has_it(
     store: ObjectStore,
     deployments: Deployments,
     rollouts: RolloutManager,

@@ -168,7 +168,7 @@ async def test_replicas_that_another_frontend_is_taking_out_are_not_even_asked(
     assert (serve.wanted, second.holds()) == ([3], [name])
 
 
-async def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_seldom_they_tell(
+async def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_seldom_they_report(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 60.0)

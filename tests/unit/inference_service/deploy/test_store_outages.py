@@ -117,7 +117,7 @@ def test_a_frontend_that_starts_while_the_store_is_silent_serves_what_runs_as_ra
 
 
 @pytest.mark.parametrize("kept", [None, b"[{", b'[{"colour": "red"}]'])
-async def test_a_frontend_that_knows_of_nothing_goes_on_asking_the_store_and_is_not_ready(
+async def test_a_frontend_that_has_heard_of_nothing_goes_on_asking_the_store_and_is_not_ready(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, kept: bytes | None
 ) -> None:
     deployments = Deployments(store)

@@ -11,7 +11,7 @@ def test_equal_numbers_keep_their_order_and_nan_is_last() -> None:
     ]
 
 
-def test_classes_that_have_a_name_are_told_with_it() -> None:
+def test_classes_that_have_a_name_are_reported_with_it() -> None:
     assert classified(np.array([[0.5, 1.0, 0.0]], np.float32), 3, ["ants", "bees: wild"]).tolist() == [
         [b"1.000000:1:bees: wild", b"0.500000:0:ants", b"0.000000:2"]
     ]
@@ -22,7 +22,7 @@ def test_labels_get_their_names_in_utf8_and_none_where_the_data_had_none() -> No
     assert found.tolist() == ["bees: ähnlich".encode(), b"ants", b"", "bees: ähnlich".encode()]
 
 
-def test_whole_numbers_are_told_without_a_fraction() -> None:
+def test_whole_numbers_are_reported_without_a_fraction() -> None:
     assert classified(np.array([[-1, 7]], np.int64), 1).tolist() == [[b"7:1"]]
 
 

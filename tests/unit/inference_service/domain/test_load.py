@@ -18,7 +18,7 @@ def test_a_peak_between_two_readings_counts() -> None:
     assert round(meter.read(1.0).rows, 9) == 10.0
 
 
-def test_refused_rows_are_told_once() -> None:
+def test_refused_rows_are_reported_once() -> None:
     meter = LoadMeter(0.0)
     meter.refuse(3)
     meter.refuse(4)
@@ -26,7 +26,7 @@ def test_refused_rows_are_told_once() -> None:
     assert meter.read(2.0) == Load(0.0, 0)
 
 
-def test_where_no_time_has_passed_it_tells_what_is_now() -> None:
+def test_where_no_time_has_passed_it_reports_what_is_now() -> None:
     meter = LoadMeter(0.0)
     meter.add(5, 0.0)
     assert meter.read(0.0).rows == 5.0

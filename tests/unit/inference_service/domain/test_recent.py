@@ -27,7 +27,7 @@ def test_what_is_the_clients_fault_does_not_count(status: str) -> None:
     assert recent.seen(1.0, 60.0) == NONE
 
 
-def test_one_of_100_takes_longer_than_the_p99_which_is_told_within_5_percent() -> None:
+def test_one_of_100_takes_longer_than_the_p99_which_is_reported_within_5_percent() -> None:
     recent = Recent()
     for number in range(1, 101):
         recent.answered(5.0, number / 1000)

@@ -163,7 +163,7 @@ def test_an_old_version_that_does_not_start_again_ends_nothing() -> None:
     assert with_version_failed(rolling(), "1", DataLoss("x"), 3.0) is None
 
 
-def test_a_version_whose_tensors_differ_is_rolled_back_before_it_gets_traffic_unless_that_is_wished() -> None:
+def test_a_version_whose_tensors_differ_is_rolled_back_before_it_gets_traffic_unless_that_is_requested() -> None:
     other = replace(SIGNATURE, raw=(TensorSpec("y", "UINT8", (-1,)),))
     one = loaded(rolling(), other)
     assert (state(one), weights(one)) == (RolloutState.ROLLED_BACK, {"1": 100, "2": 0})
@@ -197,7 +197,7 @@ def test_loading_a_version_again_after_a_restart_is_no_news() -> None:
 
 
 @pytest.mark.parametrize("before", [rolling(), loaded(rolling())], ids=["LOADING", "SHIFTING"])
-def test_rolling_back_by_wish_gives_the_traffic_back_at_once(before: Deployment) -> None:
+def test_rolling_back_by_request_gives_the_traffic_back_at_once(before: Deployment) -> None:
     after = sure(with_rollback(before, NAME, before.etag, 5.0))
     assert (state(after), weights(after), retired(after)) == (RolloutState.ROLLED_BACK, {"1": 100, "2": 0}, ["2"])
     assert after.etag != before.etag

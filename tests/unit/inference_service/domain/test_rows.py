@@ -42,7 +42,7 @@ def test_refused_rows_are_counted_from_the_requests_beginning() -> None:
     assert refused.value.metadata["row"] == "11"
 
 
-def test_of_many_refused_rows_only_the_first_are_told() -> None:
+def test_of_many_refused_rows_only_the_first_are_reported() -> None:
     with pytest.raises(InvalidArgument) as refused:
         Outputs([np.arange(100)], dict.fromkeys(range(100), "bad")).checked()
 

@@ -31,7 +31,7 @@ def image(
     return WireTensor(f"inputs[{index}]", name, datatype, shape, bytes(abs(int(np.prod(shape))) * itemsize), {})
 
 
-def test_raw_rows_and_prepared_tensors_are_told_apart() -> None:
+def test_raw_rows_and_prepared_tensors_are_distinguished() -> None:
     assert rows_of(SIGNATURE, [image()], 100).form == "raw"
     assert rows_of(SIGNATURE, [image(datatype="FP32", shape=(3, 1, 2, 2))], 100).form == "prepared"
     assert len(rows_of(SIGNATURE, [image()], 100)) == 3

@@ -55,7 +55,7 @@ def decided(*recorded: dict[str, float], now: int = 2, target: int | None = None
 @pytest.mark.parametrize(
     ("rows", "wanted"), [(64.0, 2), (65.0, 3), (200.0, 7), (33.0, 2)], ids=["enough", "one more", "many", "kept"]
 )
-def test_there_is_a_replica_for_each_batch_of_rows(rows: float, wanted: int) -> None:
+def test_autoscaling_requests_a_replica_for_each_batch_of_rows(rows: float, wanted: int) -> None:
     assert decided({ROWS: rows, REFUSED: 0.0}) == wanted
 
 
@@ -68,11 +68,11 @@ def test_while_rows_are_refused_there_is_one_more_than_there_are_and_no_more_tha
     assert decided({ROWS: 3.0, REFUSED: 500.0}, target=3) == 3  # it starts
 
 
-def test_a_replica_that_missed_what_was_told_does_not_hide_it() -> None:
+def test_a_replica_that_missed_what_was_reported_does_not_hide_it() -> None:
     assert decided({ROWS: 0.0, REFUSED: 0.0}, {ROWS: 90.0, REFUSED: 0.0}) == 3
 
 
-def test_before_anybody_told_anything_all_stays() -> None:
+def test_before_anybody_reported_anything_all_stays() -> None:
     assert decided() == 2
 
 

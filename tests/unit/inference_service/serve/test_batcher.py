@@ -116,14 +116,14 @@ async def test_a_row_that_the_model_refuses_is_its_own_requests_fault() -> None:
     assert model.sizes == [1, 4]
 
 
-async def test_a_refused_row_of_a_request_larger_than_a_batch_is_told_by_its_place_in_the_request() -> None:
+async def test_a_refused_row_of_a_request_larger_than_a_batch_is_reported_by_its_place_in_the_request() -> None:
     model = Doubler()
     model.may_work.set()
     with pytest.raises(InvalidArgument, match="row 6: 1006 is bad"):
         await batcher(model).submit(rows(0, 1, 2, 3, 4, 5, 1006, 7), None)
 
 
-async def test_a_batch_that_was_sent_again_tells_nothing_of_how_long_others_take() -> None:
+async def test_a_batch_that_was_sent_again_does_not_show_how_long_others_take() -> None:
     class Again:
         async def forward(self, given: Rows) -> Outputs:
             await asyncio.sleep(0.02)

@@ -95,7 +95,7 @@ async def test_rows_that_expire_in_the_queue_are_refused_when_their_turn_comes()
     assert model.sizes == [1]
 
 
-def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_answer_are_not() -> None:
+def test_rows_refused_for_want_of_replicas_are_reported_and_those_that_none_could_answer_are_not() -> None:
     async def scenario() -> None:
         model = Doubler()
         times = BatchTimes({1: 0.5, 2: 0.5, 4: 0.5})
@@ -117,7 +117,7 @@ def test_rows_refused_for_want_of_replicas_are_told_and_those_that_none_could_an
     on_a_virtual_clock(scenario)
 
 
-def test_a_late_request_is_told_truly_whether_the_model_saw_some_of_it() -> None:
+def test_a_late_request_learns_whether_the_model_saw_some_of_it() -> None:
     async def scenario() -> None:
         model = PiecesInTurn()
         one = batcher(model, BatchTimes({2: 0.1}), max_rows=2)

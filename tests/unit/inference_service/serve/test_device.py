@@ -30,7 +30,7 @@ def test_with_one_it_is_there_under_the_only_number_that_it_sees(monkeypatch: py
     assert assigned_device() == torch.device("cuda", 0)
 
 
-def test_there_it_computes_in_full_float32_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_on_a_gpu_computes_in_full_float32_as_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     given(monkeypatch, ["3"], usable=True)
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     with kept_torch_settings():

@@ -132,7 +132,7 @@ async def test_a_classification_is_the_greatest_numbers_of_each_row_beside_the_o
         assert [one.decode() for one in answer.outputs[1].contents.bytes_contents] == strings
 
 
-async def test_no_more_classes_are_told_than_there_are() -> None:
+async def test_no_more_classes_are_reported_than_there_are() -> None:
     async with inference_server() as server:
         output = oip.ModelInferRequest.InferRequestedOutputTensor(name="logits")
         output.parameters["classification"].int64_param = 2**62

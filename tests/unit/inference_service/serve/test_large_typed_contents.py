@@ -69,7 +69,7 @@ def test_many_numbers_are_those_that_a_few_would_be(datatype: Any, count: int) -
         ("FP32", [b"x"] * MANY, "bytes_contents"),
     ],
 )
-def test_what_is_wrong_with_many_numbers_is_told_as_of_a_few(datatype: str, values: list[Any], field: str) -> None:
+def test_what_is_wrong_with_many_numbers_is_reported_as_of_a_few(datatype: str, values: list[Any], field: str) -> None:
     request = _request(datatype, values, field)
     tensors = inputs_from_proto(request)
 

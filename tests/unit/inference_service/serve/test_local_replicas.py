@@ -386,7 +386,9 @@ async def test_sockets_are_of_no_use_where_other_machines_have_replicas_too(fold
     assert await local.least_loaded() is not None
 
 
-async def test_replicas_that_listen_elsewhere_are_told_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_replicas_that_listen_elsewhere_are_reported_of_once(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     replica(folder)
     for here in (LocalReplicas(folder, 1, "v1"), LocalReplicas(folder, 0, "v1"), LocalReplicas(None, 1, "v1")):
         await here.least_loaded()

@@ -175,7 +175,7 @@ async def test_rows_that_nobody_asked_for_find_their_moment_while_clients_ask_on
         one.cancel()
 
 
-def test_whoever_reads_while_the_logs_are_taken_over_finds_what_was_there_before() -> None:
+def test_a_reader_during_the_takeover_of_logs_finds_the_earlier_state() -> None:
     models = Models()
     models.replace([READY])
     statistics = models.statistics(READY, VERSION)

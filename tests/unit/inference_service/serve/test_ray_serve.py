@@ -321,7 +321,9 @@ def test_a_folder_is_taken_from_the_replicas_that_listen(monkeypatch: pytest.Mon
     assert asyncio.run(described()) == tmp_path
 
 
-def test_an_application_that_serve_deletes_is_told_from_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_application_that_serve_deletes_is_distinguished_from_one_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     applications = ServeApplications(STORE, replica_sockets=False)
 
     def seen(status: ApplicationStatus) -> Application:

@@ -68,7 +68,7 @@ def read_to_the_end(frontend: socket.socket) -> int:
     return read
 
 
-def test_a_frontend_that_stops_reading_keeps_nobody_else_waiting(folder: Path) -> None:
+def test_a_frontend_that_stops_reading_keeps_no_other_waiting(folder: Path) -> None:
     at_work = threading.Event()
 
     def forward(given: Rows) -> Outputs:
@@ -113,7 +113,7 @@ def assert_reported_by_its_id(folder: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 @pytest.mark.parametrize("error", [SystemExit("secret"), KeyboardInterrupt("secret"), ValueError("secret")])
-def test_whatever_ends_a_batch_is_told_without_its_internals(
+def test_whatever_ends_a_batch_is_reported_without_its_internals(
     folder: Path, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def forward(_: Rows) -> Outputs:
@@ -124,7 +124,7 @@ def test_whatever_ends_a_batch_is_told_without_its_internals(
     assert f"{type(error).__name__}: secret" in caplog.text
 
 
-def test_an_answer_that_cannot_be_sent_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_cannot_be_sent_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     listen(folder, ThreadPoolExecutor(1), lambda _: Outputs([threading.Lock()]))  # type: ignore[list-item]
     assert_reported_by_its_id(folder, caplog)
     assert "pickle" in caplog.text

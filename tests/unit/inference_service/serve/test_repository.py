@@ -27,7 +27,7 @@ async def statistics(server: Server, **fields: str) -> list[oip.ModelStatistics]
     return list(answer.model_stats)
 
 
-async def test_the_configuration_tells_what_the_deployment_was_created_with() -> None:
+async def test_the_configuration_reports_what_the_deployment_was_created_with() -> None:
     async with inference_server() as server:
         config = (await server.stub.ModelConfig(oip.ModelConfigRequest(name="m"))).config
         assert (config.name, config.platform, config.max_batch_size) == ("m", "millrace_pytorch", 8)
@@ -47,7 +47,7 @@ async def test_the_configuration_tells_what_the_deployment_was_created_with() ->
         assert config.parameters["checkpoint"].string_value == "trainingJobs/j/checkpoints/c"
 
 
-async def test_the_configuration_tells_the_unit_of_times() -> None:
+async def test_the_configuration_reports_the_unit_of_times() -> None:
     times = TensorSpec("when", "INT64", (-1,), column_type="timestamp[ms]")
     made = replace(IMAGES, raw=(times, TensorSpec("mass", "FP64", (-1,))))
     async with inference_server(deployment(signature=Signature.from_record(made.as_record()))) as server:
@@ -56,7 +56,7 @@ async def test_the_configuration_tells_the_unit_of_times() -> None:
         assert "column_type.mass" not in config.parameters
 
 
-async def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> None:
+async def test_the_configuration_reports_which_inputs_may_have_nulls_and_how() -> None:
     raw = (TensorSpec("mass", "FP64", (-1,), nullable=True), TensorSpec("grid", "FP32", (-1, 2)))
 
     async with inference_server(deployment(signature=replace(IMAGES, raw=raw))) as server:
@@ -80,7 +80,7 @@ async def test_the_configuration_tells_which_inputs_may_have_nulls_and_how() -> 
         (VersionPolicy(Kept.NAMED, named=("2", "5")), {"specific": {"versions": [2, 5]}}),
     ],
 )
-async def test_the_configuration_tells_which_versions_stay(policy: VersionPolicy, expected: dict[str, Any]) -> None:
+async def test_the_configuration_reports_which_versions_stay(policy: VersionPolicy, expected: dict[str, Any]) -> None:
     one = deployment()
 
     async with inference_server(replace(one, spec=replace(one.spec, version_policy=policy))) as server:
@@ -155,7 +155,7 @@ async def test_statistics_of_nothing_are_refused(fields: dict[str, str], code: g
         assert (await call_error(server.stub.ModelStatistics(oip.ModelStatisticsRequest(**fields)))).code is code
 
 
-async def test_the_index_tells_the_state_of_every_deployment_and_why_it_does_not_answer() -> None:
+async def test_the_index_reports_the_state_of_every_deployment_and_why_it_does_not_answer() -> None:
     async with inference_server() as server:
         lost = deployment("lost")  # READY, and its replicas are not back yet
         server.models.replace([deployment(), FAILED, LOADING, GOING, lost])
@@ -257,7 +257,7 @@ async def test_a_model_that_is_unloaded_answers_nothing_and_is_loaded_again_as_i
         assert replace(there, generation=1, update_time=1.0) == deployment()
 
 
-async def test_loading_ends_where_somebody_else_unloads_meanwhile() -> None:
+async def test_loading_ends_where_another_caller_unloads_meanwhile() -> None:
     async with inference_server() as server:
         write(server, replace(LOADING, state=State.READY))
         call = asyncio.ensure_future(call_error(load(server, "coming")))

@@ -75,7 +75,7 @@ def rows(x: list[list[float]], requests: tuple[int, ...] = ()) -> Rows:
     return Rows(RAW, {"x": values, "n": np.arange(len(x))}, requests=requests)
 
 
-def test_its_signature_is_what_it_declares(served: Any) -> None:
+def test_a_predictor_s_signature_is_what_the_predictor_declares(served: Any) -> None:
     signature = served(Doubling, "serve:Doubling").signature
     assert signature.raw == (TensorSpec("x", "FP32", (-1, 2)), TensorSpec("n", "INT64", (-1,)))
     assert signature.outputs == (TensorSpec("twice", "FP32", (-1, 2)), TensorSpec("sum", "FP64", (-1,)))
@@ -105,12 +105,12 @@ def test_a_bad_request_of_a_batch_fails_alone(served: Any) -> None:
         predictor.forward(rows([[-1, 1]]))
 
 
-def test_answers_that_are_not_finite_are_told(served: Any) -> None:
+def test_answers_that_are_not_finite_are_reported(served: Any) -> None:
     outputs = served(Doubling).forward(rows([[1, 1], [np.inf, 1]]))
     assert outputs.non_finite == (1,)
 
 
-def test_it_is_warmed_up_with_zeros_or_with_its_example(served: Any) -> None:
+def test_a_predictor_is_warmed_up_with_zeros_or_with_its_example(served: Any) -> None:
     predictor = served(Doubling)
     assert set(predictor.warm_up(4)) == {1, 2, 4}
     assert sorted(predictor._predictor.made.seen) == [1, 1, 2, 2, 4, 4]

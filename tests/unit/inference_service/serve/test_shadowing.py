@@ -42,7 +42,7 @@ async def test_copies_for_a_shadow_leave_half_of_the_bytes_to_requests() -> None
         assert held.would_leave_half(5)
 
 
-async def test_there_are_never_more_copies_than_allowed() -> None:
+async def test_shadowing_never_sends_more_copies_than_allowed() -> None:
     async with asyncio.timeout(60):
         statistics, shadow = Statistics(), Classifier()
         limits = Limits(max_rows=1, max_delay_s=0, max_queued_rows=9, max_in_flight=AT_ONCE + 9)

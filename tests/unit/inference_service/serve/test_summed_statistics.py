@@ -83,7 +83,7 @@ def test_a_deployment_made_anew_has_none_of_its_namesake_s(tmp_path: Path) -> No
     assert new.statistics_of("m", "1")[0].inference_count == 2
 
 
-async def test_a_client_of_one_frontend_is_told_what_others_answered(tmp_path: Path) -> None:
+async def test_a_client_of_one_frontend_learns_what_others_answered(tmp_path: Path) -> None:
     one = deployment()
     SummedStatistics(counted(one, 3, 100.0, 4), Peers(tmp_path, 1)).leave()
 

@@ -101,7 +101,7 @@ CHANGES = st.lists(
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(first=st.integers(0, 50), changes=CHANGES)
 @pytest.mark.usefixtures("small_pages")
-def test_it_answers_as_a_plain_list_would(
+def test_a_paged_registry_answers_as_a_plain_list(
     store: ObjectStore, first: int, changes: list[tuple[str, object, object]]
 ) -> None:
     store.delete_folder(JOB)

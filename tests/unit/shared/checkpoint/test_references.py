@@ -138,7 +138,7 @@ def test_a_released_one_is_free_and_releasing_twice_is_no_error(store: ObjectSto
     assert references_of_job(store, JOB, 0.0) == {}
 
 
-def test_keeping_tells_whether_it_is_still_named(store: ObjectStore) -> None:
+def test_keeping_reports_whether_it_is_still_named(store: ObjectStore) -> None:
     assert keep(store, NAME, entry(10).folder, "deployment", "u1", HOLDER, ends_in="GONE")
     assert not keep(store, NAME, "trainingJobs/j/checkpoints/data/other", "deployment", "u1", HOLDER, ends_in="GONE")
 

@@ -56,7 +56,7 @@ def test_once_a_later_attempt_has_opened_it_an_earlier_one_cannot_commit(store: 
     CheckpointRegistry(store, JOB).commit(entry(20, attempt=2))
 
 
-def test_whoever_clears_it_late_leaves_the_checkpoints_of_the_job_that_was_made_anew(store: ObjectStore) -> None:
+def test_a_late_clearing_leaves_the_checkpoints_of_the_job_that_was_made_anew(store: ObjectStore) -> None:
     """A new job's attempts go on behind those of the deleted one."""
     registry = CheckpointRegistry(store, JOB)
     registry.commit(entry(10))
@@ -123,7 +123,7 @@ def test_what_is_no_name_is_refused_by_its_field(store: ObjectStore, name: str) 
     assert refused.value.fields[0][0] == "spec.checkpoint"
 
 
-def test_what_is_not_there_is_told_apart(store: ObjectStore) -> None:
+def test_what_is_not_there_is_distinguished(store: ObjectStore) -> None:
     for name in (JOB, f"{JOB}/checkpoints/step-10"):
         with pytest.raises(NotFound, match=f"{JOB} does not exist"):
             resolve(store, "checkpoint", name)

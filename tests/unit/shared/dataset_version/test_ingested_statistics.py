@@ -63,7 +63,7 @@ def counts(store: ObjectStore, name: str, split: str = "train") -> dict[str, int
     return ingested_nan_counts(store, load_version(store, name), split)
 
 
-def test_an_import_tells_them_of_the_split_that_is_trained_on(store: ObjectStore) -> None:
+def test_an_import_reports_them_of_the_split_that_is_trained_on(store: ObjectStore) -> None:
     assert counts(store, SOURCE) == {"age": 2, "fare": 0, "n": 0}
     assert counts(store, SOURCE, "test") == {"age": 0, "fare": 1, "n": 0}
 

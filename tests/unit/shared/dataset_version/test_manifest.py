@@ -41,7 +41,7 @@ def test_files_that_were_made_before_their_values_were_counted_have_the_digest_t
     assert json.loads(reported)["files"][0] == {**json.loads(data)["files"][0], "raw_bytes": 7}
 
 
-def test_it_is_canonical() -> None:
+def test_the_bytes_of_a_manifest_are_canonical() -> None:
     data = MANIFEST.to_json()
     record = json.loads(data)
     assert json.dumps(record, sort_keys=True, separators=(",", ":")).encode() == data

@@ -135,7 +135,7 @@ def test_a_passing_error_is_tried_again_until_too_many(store: ObjectStore, jobs:
 
 
 @pytest.mark.usefixtures("jobs")
-def test_an_unexpected_exception_is_told_by_a_correlation_id_and_without_internals(
+def test_an_unexpected_exception_is_reported_by_a_correlation_id_and_without_internals(
     store: ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
@@ -190,7 +190,7 @@ def test_an_attempt_that_is_lost_while_being_cancelled_leaves_the_job_cancelled(
 
 
 @pytest.mark.usefixtures("jobs")
-def test_a_cancellation_that_nobody_wished_is_a_lost_attempt(store: ObjectStore) -> None:
+def test_a_cancellation_that_nobody_requested_is_a_lost_attempt(store: ObjectStore) -> None:
     lost = run(store, raising(Cancelled("a call of ours was cancelled")))
 
     assert (lost.state, lost.failures) == (JobState.RECOVERING, 1)
@@ -241,7 +241,7 @@ def test_an_attempt_that_was_wrongly_taken_for_dead_can_still_end(
     assert after.failures == 1  # one attempt was lost, not two
 
 
-def test_raise_if_stopped_tells_a_zombie_to_stop(store: ObjectStore, jobs: Jobs) -> None:
+def test_raise_if_stopped_reports_a_zombie_to_stop(store: ObjectStore, jobs: Jobs) -> None:
     ended = threading.Event()
 
     def entry(context: AttemptContext) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def test_an_outage_at_the_commit_is_waited_out(store: ObjectStore) -> None:
 
 
 @pytest.mark.usefixtures("jobs")
-def test_an_outage_longer_than_our_patience_is_told_to_the_caller(
+def test_an_outage_longer_than_our_patience_is_reported_to_the_caller(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "COMMIT_TIMEOUT_S", 0.05)

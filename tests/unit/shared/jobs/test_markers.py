@@ -84,7 +84,7 @@ def test_the_marker_of_a_final_job_goes_at_once(jobs: Jobs, reconciling: Reconci
     assert jobs.live() == []
 
 
-def test_the_end_of_a_job_is_told_before_its_marker_goes_and_again_after_an_outage(
+def test_the_end_of_a_job_is_reported_before_its_marker_goes_and_again_after_an_outage(
     store: ObjectStore, jobs: Jobs
 ) -> None:
     reported: list[tuple[JobState, list[str]]] = []
@@ -108,7 +108,7 @@ def test_the_end_of_a_job_is_told_before_its_marker_goes_and_again_after_an_outa
     assert jobs.live() == []
 
 
-def test_a_job_that_cannot_be_read_keeps_its_marker_and_is_told(
+def test_a_job_that_cannot_be_read_keeps_its_marker_and_is_reported(
     store: ObjectStore, jobs: Jobs, reconciling: Reconciler, caplog: pytest.LogCaptureFixture
 ) -> None:
     mark(store, "u1")

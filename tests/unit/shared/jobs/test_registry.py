@@ -133,7 +133,7 @@ def test_a_creation_that_an_outage_stopped_can_be_made_anew(store: ObjectStore) 
     assert "u2" in [live.uid for live in jobs.live()]
 
 
-def test_cancelling_writes_the_wish_once(jobs: Jobs) -> None:
+def test_cancelling_writes_the_request_once(jobs: Jobs) -> None:
     jobs.create(FOLDER, a_job())
 
     requested = jobs.cancel(FOLDER, FOLDER)
@@ -167,7 +167,7 @@ def test_another_etag_is_a_conflict_that_names_the_present_one(jobs: Jobs) -> No
     assert jobs.get(FOLDER, FOLDER).state is JobState.PENDING
 
 
-def test_a_wish_does_not_fence_the_attempt_at_work(jobs: Jobs) -> None:
+def test_a_request_does_not_fence_the_attempt_at_work(jobs: Jobs) -> None:
     jobs.create(FOLDER, a_job())
     jobs.transition(FOLDER, lambda job: begin_attempt(job, 2.0), attempt=1)
     jobs.cancel(FOLDER, FOLDER)
@@ -217,7 +217,7 @@ def test_a_job_that_succeeded_can_neither_be_suspended_nor_resumed(jobs: Jobs) -
             request(FOLDER, FOLDER)
 
 
-def test_clients_are_told_what_a_job_waits_for_until_it_does_not(jobs: Jobs) -> None:
+def test_clients_learn_what_a_job_waits_for_until_it_does_not(jobs: Jobs) -> None:
     jobs.create(FOLDER, a_job())
     assert jobs.waiting_for(FOLDER) == ""
     jobs.wait_for(FOLDER, "2 CPUs")
@@ -327,7 +327,7 @@ def test_a_resumption_that_comes_between_another_that_failed_again_is_live(
     assert live.generation == resumed.generation
 
 
-def test_resumptions_at_once_are_one_wish_and_all_get_the_same_job(store: ObjectStore, jobs: Jobs) -> None:
+def test_resumptions_at_once_are_one_request_and_all_get_the_same_job(store: ObjectStore, jobs: Jobs) -> None:
     jobs.create(FOLDER, a_job())
     failed = jobs.transition(FOLDER, lambda job: fail(job, NotFound("gone"), 2.0))
 

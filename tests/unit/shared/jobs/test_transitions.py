@@ -169,7 +169,7 @@ def test_success_clears_what_disturbed_earlier_attempts() -> None:
     assert (done.error, done.result) == (None, {"manifest": "m"})
 
 
-def test_only_a_wish_moves_the_etag() -> None:
+def test_only_a_request_moves_the_etag() -> None:
     job = a_job("RUNNING")
 
     for event in ("lose", "succeed", "fail"):
@@ -241,7 +241,7 @@ OWN = JobRecord(uid="u", name="things/a", spec={}, create_time=1.0, update_time=
 
 
 @pytest.mark.parametrize("state", [state for state in JobState if state not in ("SUCCEEDED", "DELETING", "DELETED")])
-def test_whoever_runs_a_job_begins_its_next_attempt_in_any_state_but_the_last(state: JobState) -> None:
+def test_the_runner_of_a_job_begins_its_next_attempt_in_any_state_but_the_last(state: JobState) -> None:
     taken = take_up(replace(OWN, state=state, attempt=3, failures=2, error={"kind": "Internal"}), NOW)
 
     assert (taken.state, taken.attempt, taken.failures, taken.error) == (JobState.RUNNING, 4, 0, None)

@@ -62,7 +62,7 @@ def test_a_row_has_the_same_answer_however_much_padding_its_batch_has(model_type
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_its_shapes_are_known_without_memory(model_type: str) -> None:
+def test_the_shapes_of_a_text_model_need_no_memory(model_type: str) -> None:
     with torch.device("meta"):
         assert build_model(spec(model_type))(torch.zeros(2, 2 * LENGTH)).shape == (2, CLASSES)
     assert input_dimensions(SEQUENCE_CLASSIFICATION) == 1

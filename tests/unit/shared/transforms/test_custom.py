@@ -22,7 +22,7 @@ def custom(name: str, *columns: str, timeout_s: float = 0) -> Pipeline:
     return pipeline({"custom": {"function": f"{MODULE}:{name}", "columns": columns or ("x",), "timeoutS": timeout_s}})
 
 
-def test_its_columns_replace_those_it_was_given() -> None:
+def test_the_columns_of_a_custom_step_replace_its_input_columns() -> None:
     made = custom("doubled", "x", "t")(ROWS)
 
     assert list(made) == ["a", "x", "t"]
@@ -62,7 +62,7 @@ def test_only_functions_on_the_list_are_taken_where_there_is_a_list() -> None:
         ("raising", "raised KeyError: 'no such thing'"),
     ],
 )
-def test_a_result_that_is_wrong_for_these_rows_is_told_by_step_and_function(name: str, why: str) -> None:
+def test_a_result_that_is_wrong_for_these_rows_is_reported_by_step_and_function(name: str, why: str) -> None:
     with pytest.raises(InvalidArgument, match=f"{MODULE}:{name} .*{why}") as refused:
         custom(name)(ROWS)
 

@@ -118,7 +118,7 @@ def kept(expression: str) -> list[int]:
         ("\n  (age\n > 2) ", [1, 3]),
     ],
 )
-def test_it_keeps_the_rows_for_which_it_is_true(expression: str, rows: list[int]) -> None:
+def test_a_filter_keeps_the_rows_for_which_its_condition_is_true(expression: str, rows: list[int]) -> None:
     assert kept(expression) == rows
 
 

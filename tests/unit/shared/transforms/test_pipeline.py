@@ -96,7 +96,7 @@ def test_the_announced_shape_and_dtype_are_what_comes_out(spec: TensorSpec, rows
     assert (out.shape, out.dtype.name) == ((rows, *announced.shape), announced.dtype)
 
 
-def test_it_is_bit_for_bit_torchvisions_totensor_and_normalize() -> None:
+def test_a_pipeline_equals_torchvisions_totensor_and_normalize_bit_for_bit() -> None:
     from torchvision import transforms
 
     for shape, mean, std in (

@@ -54,7 +54,7 @@ def job(attempt: int, state: JobState = JobState.RUNNING) -> JobRecord:
     return JobRecord(uid="u", name=JOB, spec={}, create_time=now, update_time=now, attempt=attempt, state=state)
 
 
-def test_the_cause_comes_from_the_wish_else_from_the_error() -> None:
+def test_the_cause_comes_from_the_request_else_from_the_error() -> None:
     running = JobState.RUNNING
     assert cause_of(Unavailable("x", reason="RANK_HUNG"), running) == HUNG
     assert cause_of(Unavailable("x", reason=PREEMPTED), running) == PREEMPTION
@@ -99,7 +99,7 @@ def test_another_error_or_one_that_may_pass_is_followed_by_another_attempt(
 ON_CPUS = {"device": "GPU", "attempt_device": "CPU", "device_before": "GPU"}
 
 
-def test_the_device_of_an_attempt_that_finds_no_room_is_told(
+def test_the_device_of_an_attempt_that_finds_no_room_is_reported(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt after it is on CPUs like this one, and has nothing to tell."""
@@ -118,7 +118,7 @@ def test_the_device_of_an_attempt_that_finds_no_room_is_told(
     assert [one.kind for one in EventLog(store, JOB).after(0)] == [EventKind.DEVICE_CHANGED, EventKind.ATTEMPT_ENDED]
 
 
-def test_the_device_of_an_attempt_whose_process_went_before_it_told_anything_is_told_for_it(
+def test_the_device_of_an_attempt_whose_process_went_before_it_reported_anything_is_reported_for_it(
     store: ObjectStore,
 ) -> None:
     lost = replace(job(2), choices=ON_CPUS)
@@ -132,7 +132,7 @@ def test_the_device_of_an_attempt_whose_process_went_before_it_told_anything_is_
     assert ended.kind == EventKind.ATTEMPT_ENDED
 
 
-def test_the_device_of_an_attempt_that_told_it_and_worked_long_is_not_told_again(store: ObjectStore) -> None:
+def test_the_device_of_an_attempt_that_reported_it_and_worked_long_is_not_reported_again(store: ObjectStore) -> None:
     lost = replace(job(2), choices=ON_CPUS)
     report_device(store, lost)
     log = EventLog(store, JOB)
@@ -144,7 +144,7 @@ def test_the_device_of_an_attempt_that_told_it_and_worked_long_is_not_told_again
     assert [one.kind for one in log.after(0)].count(EventKind.DEVICE_CHANGED) == 1
 
 
-def test_an_end_is_told_once(store: ObjectStore) -> None:
+def test_an_end_is_reported_once(store: ObjectStore) -> None:
     log = EventLog(store, JOB)
     log.append(1, EventKind.ATTEMPT_STARTED, {"num_workers": 2})
     report_lost(store, job(1))
@@ -164,7 +164,7 @@ def test_the_process_of_an_attempt_that_went_with_its_node_was_taken_away(store:
 
 
 @pytest.mark.parametrize(("ended_as", "counted"), [(HUNG, (1, 0)), (FAILURE, (1, 0)), ("", (0, 1))])
-def test_an_attempt_that_told_another_end_of_itself_was_not_taken_away(
+def test_an_attempt_that_reported_another_outcome_was_not_taken_away(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, ended_as: str, counted: tuple[int, int]
 ) -> None:
     """A node was about to be taken, but the attempt hung before and ended its own process."""
@@ -186,7 +186,7 @@ def test_an_attempt_that_told_another_end_of_itself_was_not_taken_away(
     assert (after.failures, after.preemptions) == counted
 
 
-def test_attempts_that_never_began_to_tell_have_an_end_too(store: ObjectStore) -> None:
+def test_attempts_that_never_began_to_report_have_an_end_too(store: ObjectStore) -> None:
     report_lost(store, job(1))
     report_lost(store, job(2, JobState.SUSPENDING))
 
@@ -194,7 +194,7 @@ def test_attempts_that_never_began_to_tell_have_an_end_too(store: ObjectStore) -
     assert [(one.attempt, one.payload["cause"]) for one in (first, second)] == [(1, FAILURE), (2, SUSPENDED)]
 
 
-def test_an_overtaken_attempt_tells_nothing(store: ObjectStore) -> None:
+def test_an_overtaken_attempt_reports_nothing(store: ObjectStore) -> None:
     EventLog(store, JOB).append(2, EventKind.ATTEMPT_STARTED, {"num_workers": 2})
     report_lost(store, job(1))
 
@@ -252,7 +252,9 @@ def test_a_change_of_size_is_free_only_where_the_attempt_got_on(store: ObjectSto
 
 
 @pytest.mark.parametrize("error", [Internal("lost"), RuntimeError("a defect")])
-def test_the_end_of_an_attempt_at_a_job_that_was_deleted_is_told_nowhere(store: ObjectStore, error: Exception) -> None:
+def test_the_end_of_an_attempt_at_a_job_that_was_deleted_is_reported_nowhere(
+    store: ObjectStore, error: Exception
+) -> None:
     new_job(store, JOB)
     jobs = Jobs(store, TRAIN_KIND)
     context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))

@@ -151,7 +151,7 @@ def test_a_run_moves_from_cpus_to_gpus_only_where_they_are_its_own_that_are_back
 
 
 @pytest.mark.parametrize(("capacity", "grows"), [(3, False), (4, True)])
-def test_it_grows_only_to_so_many_workers_that_the_slowest_computes_less(
+def test_a_run_grows_only_if_the_slowest_worker_then_computes_less(
     context: AttemptContext,
     heartbeats: HeartbeatServer,
     going: set[str],
@@ -172,7 +172,7 @@ def test_it_grows_only_to_so_many_workers_that_the_slowest_computes_less(
     assert (looking.cause is not None) is grows
 
 
-def test_a_drain_is_noted_for_whoever_finds_the_attempt_gone(
+def test_a_drain_is_noted_for_the_process_that_finds_the_attempt_gone(
     context: AttemptContext, heartbeats: HeartbeatServer, going: set[str]
 ) -> None:
     jobs = Jobs(context.store, TRAIN_KIND)

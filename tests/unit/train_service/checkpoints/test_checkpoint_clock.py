@@ -28,7 +28,7 @@ def test_without_rules_none_is_due() -> None:
     assert not any(clock.due(step) for step in range(1, 100))
 
 
-def test_the_wish_is_told_once_and_is_due_when_the_sum_has_come_back() -> None:
+def test_the_request_is_reported_once_and_is_due_when_the_sum_has_come_back() -> None:
     watch = Watch()
     clock = CheckpointClock(0, 10.0, watch)
     watch.now += 9.9
@@ -48,7 +48,7 @@ def test_the_wish_is_told_once_and_is_due_when_the_sum_has_come_back() -> None:
     assert clock.ask() == 1.0
 
 
-def test_a_wish_of_the_step_that_was_saved_anyway_is_fulfilled() -> None:
+def test_a_request_of_the_step_that_was_saved_anyway_is_fulfilled() -> None:
     watch = Watch()
     clock = CheckpointClock(5, 10.0, watch)
     watch.now += 10.1

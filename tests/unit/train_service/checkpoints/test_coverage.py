@@ -203,7 +203,7 @@ def test_the_final_checkpoint_can_be_asked_by_its_alias(store: ObjectStore, reco
     assert records.coverage(JOB, 1, alias).checkpoint == entry.name
 
 
-def test_rows_that_were_consumed_twice_are_told_by_their_ids(store: ObjectStore, records: RunRecords) -> None:
+def test_rows_that_were_consumed_twice_are_reported_by_their_ids(store: ObjectStore, records: RunRecords) -> None:
     chain = CoverageChain(store, JOB)
     chain.append(table(0, shift=30))
     commit(store, 2, chain.append(table(1, shift=-20)))
@@ -219,7 +219,7 @@ def test_before_the_first_checkpoint_every_row_is_missing(records: RunRecords) -
     assert (answer.checkpoint, answer.counts.missing, answer.epoch_done) == ("", ROWS, False)
 
 
-def test_what_was_consumed_is_told_when_the_version_is_gone(store: ObjectStore) -> None:
+def test_what_was_consumed_is_reported_when_the_version_is_gone(store: ObjectStore) -> None:
     commit_version(store, VERSION, {"validation": striped_digits(30), "train": striped_digits(ROWS, 1)})
     model = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
     spec = TrainingSpec(dataset_version=VERSION, model=model, epochs=2, global_batch_size=100)

@@ -133,7 +133,7 @@ def create(store: ObjectStore, name: str) -> TrainingSpec:
     return TrainingSpec.from_config(view.record.spec["training"])
 
 
-def test_creating_marks_it_and_tells_which_one_was_meant(store: ObjectStore, source: CheckpointEntry) -> None:
+def test_creating_marks_it_and_reports_which_one_was_meant(store: ObjectStore, source: CheckpointEntry) -> None:
     made = create(store, f"{SOURCE}/checkpoints/final")
 
     assert made.initial_checkpoint == source.name
@@ -169,7 +169,7 @@ def test_a_damaged_one_is_refused(store: ObjectStore, source: CheckpointEntry, p
     assert refused.value.fields[0][0] == "spec.initial_checkpoint"
 
 
-def test_a_run_begins_from_it_tells_what_was_left_out_and_every_checkpoint_names_it(
+def test_a_run_begins_from_it_reports_what_was_left_out_and_every_checkpoint_names_it(
     store: ObjectStore, source: CheckpointEntry
 ) -> None:
     name = "trainingJobs/tuned"

@@ -16,7 +16,7 @@ from train_service.learning.ranks import Ranks
 from train_service.loading.preprocessing import Preprocessing
 
 
-def test_while_shards_are_gathered_every_rank_gets_on_with_each_tensor(tmp_path: Path) -> None:
+def test_while_shards_are_gathered_every_rank_reports_progress_with_each_tensor(tmp_path: Path) -> None:
     """All of it comes before the first byte is copied, and may take longer than a rank may stand still."""
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     commit_table(open_store(settings))

@@ -101,7 +101,7 @@ def test_a_rank_that_hangs_while_a_checkpoint_is_uploaded_is_found(store: Object
     assert [one.step for one in CheckpointRegistry(store, JOB).entries()] == [4]
 
 
-def test_leaving_the_writer_commits_and_tells_the_checkpoint_under_way(store: ObjectStore) -> None:
+def test_leaving_the_writer_commits_and_reports_the_checkpoint_under_way(store: ObjectStore) -> None:
     reported: list[CheckpointEntry] = []
     slow = threading.Event()
 

@@ -33,7 +33,7 @@ def history(*values: float) -> list[tuple[int, float]]:
         ((0.5, math.inf, math.nan), True),
     ],
 )
-def test_it_ends_after_so_many_epochs_without_a_better_value(values: tuple[float, ...], stops: bool) -> None:
+def test_early_stopping_ends_after_its_patience_without_a_better_value(values: tuple[float, ...], stops: bool) -> None:
     assert should_stop(rule(), history(*values)) is stops
 
 

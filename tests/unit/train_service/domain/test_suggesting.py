@@ -294,7 +294,7 @@ def test_validation_rows_are_found_or_divided_off(
     assert ("early_stopping" in made.spec) is bool(validation)
 
 
-def test_given_fields_win_and_are_not_told_as_choices() -> None:
+def test_given_fields_win_and_are_not_reported_as_choices() -> None:
     given: dict[str, Any] = {
         "label_column": "kind",
         "epochs": 3,

@@ -46,7 +46,7 @@ def refused(sweep: SweepSpec) -> list[str]:
     return [field for field, _ in error.value.fields]
 
 
-def test_its_plain_form_goes_through_json_and_back(sweep: SweepSpec) -> None:
+def test_the_plain_form_of_a_sweep_survives_json(sweep: SweepSpec) -> None:
     assert SweepSpec.from_config(json.loads(json.dumps(sweep.as_config()))) == sweep
 
 

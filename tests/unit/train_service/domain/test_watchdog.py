@@ -91,18 +91,18 @@ def test_a_start_may_take_long_but_not_for_ever() -> None:
     assert hung([at(0, phase=Phase.STARTING, still=5000.0)], 6000.0) == []
 
 
-def test_all_is_well_without_ranks_and_with_ranks_that_get_on() -> None:
+def test_the_watchdog_reports_nothing_without_ranks_and_with_ranks_that_make_progress() -> None:
     assert hung([], LIMIT) == []
     assert hung([at(0, still=1.0), at(1, still=2.0)], LIMIT) == []
 
 
-def test_stacks_tell_who_waits_for_others() -> None:
+def test_stacks_report_who_waits_for_others() -> None:
     assert waits_for_others(IN_BACKWARD)
     assert waits_for_others(IN_A_SUM)
     assert not waits_for_others(ASLEEP)  # another of its threads does
 
 
-def test_to_blame_is_who_says_nothing_else_who_waits_for_nobody() -> None:
+def test_the_watchdog_blames_a_silent_rank_before_one_that_waits_for_no_other() -> None:
     assert culprits([0, 1, 2], {0: IN_BACKWARD, 1: ASLEEP, 2: IN_A_SUM}, []) == [1]
     assert culprits([0, 1], {0: IN_BACKWARD}, [1]) == [1]
     assert culprits([0, 1], {0: IN_BACKWARD, 1: IN_BACKWARD}, []) == [0, 1]

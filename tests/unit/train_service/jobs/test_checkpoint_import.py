@@ -138,7 +138,7 @@ def test_an_imported_checkpoint_is_served_from_raw_pixels_as_its_source_answers(
         assert logits.tobytes() == source(torch.from_numpy(prepared)).numpy().tobytes()
 
 
-def test_the_job_of_an_import_is_one_that_succeeded_and_tells_its_source(store: ObjectStore, tmp_path: Path) -> None:
+def test_the_job_of_an_import_is_one_that_succeeded_and_reports_its_source(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     path = saved(tmp_path, state)
     # Read in a child, as a service reads it.
@@ -358,7 +358,7 @@ def test_shards_that_do_not_agree_with_their_index_are_refused(tmp_path: Path) -
         ({"key": "ema"}, "names.key"),
     ],
 )
-def test_a_bad_name_map_is_told(tmp_path: Path, names: dict[str, Any], text: str) -> None:
+def test_a_bad_name_map_is_reported(tmp_path: Path, names: dict[str, Any], text: str) -> None:
     (tmp_path / "files").mkdir()
     saved(tmp_path / "files", state_of())
     assert text in problem_with(tmp_path, **names)
@@ -385,7 +385,7 @@ def test_tied_tensors_are_given_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("read_here")
-def test_weights_that_do_not_fit_are_told_tensor_by_tensor(store: ObjectStore, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_reported_tensor_by_tensor(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     first, *_, last = state
     wrong = {**state, first: torch.zeros(2, 2), "head": torch.zeros(1)}
@@ -405,7 +405,7 @@ def test_weights_that_do_not_fit_are_told_tensor_by_tensor(store: ObjectStore, t
 
 
 @pytest.mark.usefixtures("read_here")
-def test_nan_weights_are_told_and_refused_unless_they_are_meant(store: ObjectStore, tmp_path: Path) -> None:
+def test_nan_weights_are_reported_and_refused_unless_they_are_meant(store: ObjectStore, tmp_path: Path) -> None:
     state = state_of()
     name = next(iter(state))
     state[name][0, :2] = torch.tensor([torch.nan, torch.inf])

@@ -160,7 +160,7 @@ def test_a_process_that_a_module_leaves_behind_is_ended(
     wait_until(lambda: not processes_in(own_temporary), "its end")
 
 
-def test_a_module_that_takes_memory_is_told_where(store: ObjectStore, namespaces: bool) -> None:
+def test_a_module_that_takes_memory_is_reported_where(store: ObjectStore, namespaces: bool) -> None:
     source = "kept = []\nfor _ in range(500):\n    kept.append(bytearray(1 << 20))\n"
     message = refusal(store, source, namespaces=namespaces, memory_bytes=200 << 20)
     assert "train.py:3: MemoryError" in message or "200 MiB of memory" in message
@@ -289,7 +289,7 @@ def test_a_good_entry_is_looked_at_once(store: ObjectStore, monkeypatch: pytest.
         entries.check(bundle, "train:other")
 
 
-def test_a_bundle_that_is_gone_or_damaged_is_told(store: ObjectStore) -> None:
+def test_a_bundle_that_is_gone_or_damaged_is_reported(store: ObjectStore) -> None:
     bundle = store_bundle(store, {"train.py": LOOP})
     store.put(f"{bundle.name}/bundle.tar", b"damaged")
     with pytest.raises(DataLoss, match="push the bundle again"):

@@ -92,7 +92,7 @@ def test_a_call_overtaken_by_anothers_of_the_same_id_is_refused_and_leaves_nothi
     assert len(list(store.list("live"))) == 1
 
 
-def test_a_repeated_call_is_not_answered_with_somebody_elses_job(store: ObjectStore) -> None:
+def test_a_repeated_call_is_not_answered_with_another_callers_job(store: ObjectStore) -> None:
     request_id = str(uuid.uuid4())
     # The first try died after it had claimed its id, and then somebody else took the name.
     with claimed(store, TRAIN_KIND, request_id, "digest", "trainingJobs/a"):
@@ -288,7 +288,7 @@ def test_a_job_whose_version_is_gone_does_not_go_on_and_leaves_no_marker(store: 
     assert not references(store)
 
 
-def test_what_a_job_waits_for_is_told_while_it_waits_alone(store: ObjectStore) -> None:
+def test_what_a_job_waits_for_is_reported_while_it_waits_alone(store: ObjectStore) -> None:
     create(store, "")
     jobs = Jobs(store, TRAIN_KIND)
     jobs.wait_for("trainingJobs/a", "2 workers of 1 CPU")

@@ -52,7 +52,7 @@ def test_a_rank_on_a_gpu_computes_deterministically(store: ObjectStore) -> None:
     }
 
 
-def test_it_takes_the_fastest_algorithms_where_it_is_asked_to(store: ObjectStore) -> None:
+def test_torch_uses_the_fastest_algorithms_on_request(store: ObjectStore) -> None:
     fastest = replace(SPEC, acceleration=Acceleration(algorithms=FASTEST))
 
     assert settings_before_the_model_is_built(store, GPU, fastest) == {

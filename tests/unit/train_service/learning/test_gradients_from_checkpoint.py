@@ -60,7 +60,7 @@ def test_the_checkpoint_is_of_trained_weights_within_an_epoch(settings: StoreSet
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_its_next_step_has_the_gradients_of_all_its_rows_on_any_number_of_workers(
+def test_the_step_after_a_checkpoint_has_the_gradients_of_all_rows_on_any_number_of_workers(
     settings: StoreSettings, steps: dict[int, list[FirstStep]], world_size: int
 ) -> None:
     ranks, alone = steps[world_size], steps[1][0]

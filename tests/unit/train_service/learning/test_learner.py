@@ -218,7 +218,7 @@ def test_a_run_resumed_from_its_state_goes_on_bit_for_bit(optimizer: OptimizerSp
 
 @pytest.mark.parametrize("schedule", [{"scheduler": "StepLR", "scheduler_kwargs": {"step_size": 1, "gamma": 0.5}},
                                       {"schedule": "COSINE_WITH_WARMUP"}], ids=["torch's", "ours"])  # fmt: skip
-def test_the_rate_that_is_told_of_a_step_is_the_one_it_took(schedule: dict[str, Any]) -> None:
+def test_the_rate_that_is_reported_of_a_step_is_the_one_it_took(schedule: dict[str, Any]) -> None:
     made = learner(replace(SPEC, optimizer=OptimizerSpec(name="SGD", learning_rate=0.5, **schedule)))
     parameter = made.model.get_parameter("linear1.bias")
     reported = []

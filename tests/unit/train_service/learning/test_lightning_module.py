@@ -61,7 +61,7 @@ def lit(store: ObjectStore, entry: str = "net:Lit", facts: OwnModelFacts = FACTS
 
 
 @pytest.mark.parametrize("entry", ["net:Lit", "net:ByHand"])
-def test_it_trains_as_it_is_and_is_resumed_bit_for_bit(store: ObjectStore, entry: str) -> None:
+def test_a_lightning_module_trains_unchanged_and_is_resumed_bit_for_bit(store: ObjectStore, entry: str) -> None:
     spec = lit(store, entry, replace(FACTS, is_manual=entry == "net:ByHand"))
     new_job(store, "trainingJobs/whole", spec)
     run_of(store, "trainingJobs/whole", spec=spec).run()

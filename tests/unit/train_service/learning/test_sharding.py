@@ -140,7 +140,7 @@ def test_shards_of_any_model_learn_what_whole_models_do_and_are_resumed_on_other
         ("transformer", ["encoder.layers.0", "encoder.layers.1"]),
     ],
 )
-def test_units_are_the_blocks_whose_parameters_nobody_else_uses(builder: str, units: list[str]) -> None:
+def test_units_are_the_blocks_whose_parameters_no_other_uses(builder: str, units: list[str]) -> None:
     assert units_of(model_spec(builder), (WIDTH,)) == units
 
 

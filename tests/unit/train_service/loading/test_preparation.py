@@ -55,7 +55,7 @@ def without_a_cpu(executor: Executor) -> None:
     executor.ended.wait(LONG_S)
 
 
-def test_who_waits_for_tasks_that_never_run_does_not_get_on_and_ends_with_the_cause() -> None:
+def test_a_wait_for_tasks_that_never_run_reports_no_progress_and_ends_with_the_cause() -> None:
     note_progress, began = Touches(), time.monotonic()
 
     with pytest.raises(Unavailable, match="no row") as stalled:

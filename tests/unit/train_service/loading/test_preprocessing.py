@@ -69,7 +69,7 @@ def test_the_whole_transform_goes_into_a_checkpoint_each_step_with_its_column() 
     assert [step["column"] for step in one.config["steps"]] == ["photo", "photo"]
 
 
-def test_a_row_that_a_step_cannot_work_on_is_told_by_its_id() -> None:
+def test_a_row_that_a_step_cannot_work_on_is_reported_by_its_id() -> None:
     with pytest.raises(
         InvalidArgument, match=r"^spec.transform.steps\[0\]: row 102 of datasets/d/versions/v: "
     ) as raised:
@@ -90,7 +90,7 @@ def test_an_input_that_is_not_finite_is_refused_with_its_column_row_and_split(va
         assert (raised.value.metadata["row_id"], raised.value.metadata["column"]) == ("102", "a")
 
 
-def test_a_number_that_a_step_makes_infinite_is_told_as_the_steps_doing() -> None:
+def test_a_number_that_a_step_makes_infinite_is_reported_as_the_steps_doing() -> None:
     given = rows(a=[1.0, 1e300], b=[1.0, 2.0])
     with pytest.raises(InvalidArgument, match=r"row 101 .*its values are finite.* makes inf .*column 'x'"):
         preprocessing(CONCAT)(given)

@@ -54,7 +54,7 @@ def test_steps_of_every_optimizer_count_on_from_those_before() -> None:
     assert (steps.count, counts) == (12, [11, 12])
 
 
-def test_an_error_is_told_by_the_innermost_line_of_the_bundle(tmp_path: Path) -> None:
+def test_an_error_is_reported_by_the_innermost_line_of_the_bundle(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "train.py"
     path.parent.mkdir()
     path.write_text("import json\n\ndef loop():\n    json.loads('{')\n")
@@ -68,7 +68,7 @@ def test_an_error_is_told_by_the_innermost_line_of_the_bundle(tmp_path: Path) ->
     assert line_of(ValueError("elsewhere"), tmp_path) == ""
 
 
-def test_a_hang_is_told_by_the_line_of_the_bundle() -> None:
+def test_a_hang_is_reported_by_the_line_of_the_bundle() -> None:
     digest = "ab" * 32
     stacks = (
         'Thread 0x1 (most recent call first):\n  File "/x/threading.py", line 3 in wait\n\n'

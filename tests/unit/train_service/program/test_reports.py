@@ -167,7 +167,7 @@ def test_a_report_without_a_checkpoint_is_a_point_of_metrics_alone(attempt: Begu
     assert [one.step for one in run.entries()] == [2]
 
 
-def test_of_a_path_that_ranks_report_with_different_bytes_the_lowest_ranks_counts_and_that_is_told(
+def test_of_a_path_that_ranks_report_with_different_bytes_the_lowest_ranks_counts_and_that_is_reported(
     attempt: Begun,
 ) -> None:
     run = attempt(world_size=3)
@@ -248,7 +248,7 @@ def test_missing_ranks_are_named_and_at_last_end_the_run(attempt: Begun) -> None
         waiting.result(ANSWERED_S)
 
 
-def test_a_wish_to_suspend_acts_at_a_report_with_a_checkpoint_on_all_ranks_at_once(attempt: Begun) -> None:
+def test_a_request_to_suspend_acts_at_a_report_with_a_checkpoint_on_all_ranks_at_once(attempt: Begun) -> None:
     run = attempt()
     run.request = SUSPEND
     run.report(None, loss=1.0)  # nothing is lost by going on
@@ -262,7 +262,7 @@ def test_a_wish_to_suspend_acts_at_a_report_with_a_checkpoint_on_all_ranks_at_on
     assert run.coordinator.overdue(now=1e12) == [1]
 
 
-def test_a_wish_to_cancel_acts_at_any_report(attempt: Begun) -> None:
+def test_a_request_to_cancel_acts_at_any_report(attempt: Begun) -> None:
     run = attempt()
     run.request = CANCEL
     calls = [run.on_rank(rank, {}, None) for rank in range(2)]
@@ -316,7 +316,7 @@ def test_at_most_one_asynchronous_report_waits_beside_the_one_that_is_delivered(
     assert list(spool.iterdir()) == []
 
 
-def test_the_last_checkpoint_is_final_and_none_at_all_is_told(attempt: Begun) -> None:
+def test_the_last_checkpoint_is_final_and_none_at_all_is_reported(attempt: Begun) -> None:
     run = attempt(world_size=1)
     run.report({"m": b"1"})
     run.report(None)
@@ -411,7 +411,7 @@ def test_a_file_of_one_rank_that_is_a_folder_of_another_is_refused(
     assert list(run.store.list(CheckpointRegistry(run.store, JOB).data_folder)) == []
 
 
-def test_what_is_no_finite_number_is_left_out_and_told_once(attempt: Begun) -> None:
+def test_what_is_no_finite_number_is_left_out_and_reported_once(attempt: Begun) -> None:
     run = attempt(world_size=1)
     for _ in range(2):
         run.report({"m": b""}, loss=float("nan"), name="a text", accuracy=0.5)

@@ -37,7 +37,7 @@ def written(store: ObjectStore) -> list[Event]:
     return list(EventLog(store, JOB).after(0))
 
 
-def test_all_that_was_told_is_written_in_order_once_the_reporter_is_left(store: ObjectStore, jobs: Jobs) -> None:
+def test_all_that_was_reported_is_written_in_order_once_the_reporter_is_left(store: ObjectStore, jobs: Jobs) -> None:
     with Reporter(store, JOB, 1) as reporter:
         for step in range(20):
             reporter.emit(EventKind.PROGRESS, step=step)
@@ -52,7 +52,7 @@ def test_all_that_was_told_is_written_in_order_once_the_reporter_is_left(store: 
 
 
 @pytest.mark.usefixtures("jobs")
-def test_what_was_told_before_an_error_is_written_too(store: ObjectStore) -> None:
+def test_what_was_reported_before_an_error_is_written_too(store: ObjectStore) -> None:
     def end() -> None:
         with Reporter(store, JOB, 1) as reporter:
             reporter.emit(EventKind.WARNING, text="about to end")
@@ -133,7 +133,7 @@ def test_a_reporter_gathers_its_events_and_goes_on_where_it_cannot(
     assert len(list(store.list(f"{JOB}/events/gathered"))) == (2 if error is None else 0)
 
 
-def test_a_wish_to_cancel_is_heard(store: ObjectStore, jobs: Jobs) -> None:
+def test_a_request_to_cancel_is_heard(store: ObjectStore, jobs: Jobs) -> None:
     with Reporter(store, JOB, 1) as reporter:
         assert reporter.stop_reason == GO_ON
         jobs.cancel(JOB, JOB)
@@ -187,7 +187,7 @@ def test_a_run_whose_events_cannot_be_written_any_more_ends(store: ObjectStore) 
 
 
 @pytest.mark.usefixtures("jobs")
-def test_leaving_tells_that_the_last_event_could_not_be_written(store: ObjectStore) -> None:
+def test_leaving_reports_that_the_last_event_could_not_be_written(store: ObjectStore) -> None:
     def report_last() -> None:
         with Reporter(store, JOB, 1) as reporter:
             reporter.emit(EventKind.WARNING, text=object())

@@ -170,7 +170,7 @@ def test_a_follower_gets_every_line_in_order_though_a_rank_was_asked_for_its_sta
     assert rest(records.logs(JOB, 1, 0, False)) == "one\ntwo\nthree\nfour\nstacks\n"
 
 
-def test_ranks_and_attempts_are_told_apart(store: ObjectStore, jobs: Jobs, records: RunRecords) -> None:
+def test_ranks_and_attempts_are_distinguished(store: ObjectStore, jobs: Jobs, records: RunRecords) -> None:
     ship(store, 1, -1, "own process")
     ship(store, 1, 0, "first of 0")
     ship(store, 1, 1, "first of 1")
@@ -187,7 +187,7 @@ def test_ranks_and_attempts_are_told_apart(store: ObjectStore, jobs: Jobs, recor
     assert rest(records.logs(JOB, 1, -1, False)) == "own process\n"
 
 
-def test_a_follower_is_told_that_the_attempt_is_over(jobs: Jobs, records: RunRecords) -> None:
+def test_a_follower_learns_that_the_attempt_is_over(jobs: Jobs, records: RunRecords) -> None:
     first = records.logs(JOB, 1, None, True)
     newest = records.logs(JOB, 0, None, True)
     assert not first.over()

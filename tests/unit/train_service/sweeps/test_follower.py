@@ -38,7 +38,7 @@ def all_reported(
 
 
 @pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DELETING])
-def test_what_a_trial_that_is_over_had_told_is_reported_at_once(place: Place, state: JobState) -> None:
+def test_what_a_trial_that_is_over_had_reported_is_reported_at_once(place: Place, state: JobState) -> None:
     place.create()
     place.trials().make(0)
     tell(place, 1, 0.5, 0.75)
@@ -48,7 +48,7 @@ def test_what_a_trial_that_is_over_had_told_is_reported_at_once(place: Place, st
     assert all_reported(place, "validation_f1") == [(1, 0.25), (2, 0.375)]
 
 
-def test_of_a_trial_that_learns_numbers_its_metrics_are_told(place: Place) -> None:
+def test_of_a_trial_that_learns_numbers_its_metrics_are_reported(place: Place) -> None:
     place.create()
     place.trials().make(0)
     payload = {"step": 1, "epoch": 0, "loss": 0.5, "row_count": 9, "metrics": {"mae": 1.5}}
@@ -58,7 +58,7 @@ def test_of_a_trial_that_learns_numbers_its_metrics_are_told(place: Place) -> No
     assert all_reported(place, "validation_loss", maximize=False) == [(1, 0.5)]
 
 
-def test_of_a_program_the_reports_with_a_checkpoint_and_the_metric_are_told(place: Place) -> None:
+def test_of_a_program_the_reports_with_a_checkpoint_and_the_metric_are_reported(place: Place) -> None:
     place.create()
     place.trials().make(0)
     log = EventLog(place.store, JOB)

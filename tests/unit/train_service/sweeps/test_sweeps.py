@@ -106,7 +106,7 @@ def test_a_repeated_request_gets_its_answer_when_the_version_is_gone(place: Plac
         place.sweeps.create("s", SPEC, request_id, "of another", validate_only=False)
 
 
-def test_checking_only_tells_the_trials_and_leaves_nothing(place: Place) -> None:
+def test_checking_only_reports_the_trials_and_leaves_nothing(place: Place) -> None:
     before = keys(place)
     view = place.create(validate_only=True)
     assert view.trials is not None
@@ -219,7 +219,7 @@ def test_a_trial_that_was_deleted_is_not_made_again(place: Place) -> None:
     assert place.trials().is_over(0)
 
 
-def test_a_trial_that_was_deleted_is_told_so_and_nothing_is_waited_for(place: Place) -> None:
+def test_a_trial_that_was_deleted_is_reported_and_nothing_is_waited_for(place: Place) -> None:
     place.create()
     delete_by_hand(place, "s-000")
 
@@ -239,7 +239,7 @@ def delete_by_hand(place: Place, job_id: str) -> None:
     deletions.finish(f"trainingJobs/{job_id}")
 
 
-def test_the_best_trial_is_told_by_what_its_checkpoints_measured(place: Place) -> None:
+def test_the_best_trial_is_reported_by_what_its_checkpoints_measured(place: Place) -> None:
     place.create()
     place.measure(0, 0.5, 0.9, 0.7)
     place.measure(1, 0.8, math.nan)
@@ -273,7 +273,7 @@ def test_the_best_by_a_loss_is_the_lowest(place: Place) -> None:
     assert place.sweeps.get(NAME).best_checkpoint == "trainingJobs/s-000/checkpoints/step-00000001"
 
 
-def test_a_trial_that_the_scheduler_stopped_is_told_from_one_that_a_client_cancelled(place: Place) -> None:
+def test_a_trial_that_the_scheduler_stopped_is_distinguished_from_one_that_a_client_cancelled(place: Place) -> None:
     place.create(replace(SPEC, parameters={RATE: Domain(kind=GRID, values=(0.1, 0.2, 0.3, 0.4))}))
     trials = place.trials()
     for number in range(3):
@@ -312,7 +312,7 @@ def test_a_trial_that_was_stopped_before_it_had_a_checkpoint_did_not_end_well(pl
     assert [one.ended_well for one in read] == [False, True, False]
 
 
-def test_a_stop_whose_wish_was_lost_is_made_good_by_the_next_attempt(place: Place) -> None:
+def test_a_stop_whose_request_was_lost_is_made_good_by_the_next_attempt(place: Place) -> None:
     place.create()
     trials = place.trials()
     trials.make(0)
@@ -514,7 +514,7 @@ def test_one_sweep_that_cannot_be_taken_away_leaves_the_others_be(
     assert "sweeps/a cannot be taken away" in caplog.text
 
 
-def test_wishes_keep_to_the_etag(place: Place) -> None:
+def test_requests_keep_to_the_etag(place: Place) -> None:
     over(place)
     for request in (place.sweeps.delete, place.sweeps.cancel):
         with pytest.raises(Conflict):

@@ -70,7 +70,7 @@ def test_the_attempt_hears_where_a_rank_is_and_that_it_left(heartbeats: Heartbea
     assert not heartbeats.heard()[0].lost
 
 
-def test_how_long_a_rank_has_stood_still_is_told_in_seconds(heartbeats: HeartbeatServer) -> None:
+def test_how_long_a_rank_has_stood_still_is_reported_in_seconds(heartbeats: HeartbeatServer) -> None:
     with HeartbeatSender(0, heartbeats.address) as heartbeat:
         heartbeat.at(3, Phase.TRAINING)
         heartbeat._moved -= 100.0
@@ -83,7 +83,7 @@ def test_how_long_a_rank_has_stood_still_is_told_in_seconds(heartbeats: Heartbea
         assert hung([heard.state(time.monotonic())], 10_000.0) == []
 
 
-def test_a_wish_reaches_the_rank_and_the_highest_stays(heartbeats: HeartbeatServer) -> None:
+def test_a_request_reaches_the_rank_and_the_highest_stays(heartbeats: HeartbeatServer) -> None:
     with HeartbeatSender(0, heartbeats.address) as heartbeat:
         wait_until(lambda: bool(heartbeats.at_work()), "the rank to be heard")
         heartbeats.ask_to_stop(SUSPEND)

@@ -216,7 +216,7 @@ def test_resuming_a_run_that_was_done_does_nothing_more(store: ObjectStore) -> N
     assert entries(store, "trainingJobs/a") == before
 
 
-def test_a_cancelled_run_stops_and_every_checkpoint_it_committed_was_told(store: ObjectStore) -> None:
+def test_a_cancelled_run_stops_and_every_checkpoint_it_committed_was_reported(store: ObjectStore) -> None:
     before = set(threading.enumerate())
     new_job(store, "trainingJobs/a")
     cancelling = until_event(
@@ -285,7 +285,7 @@ def test_when_a_checkpoint_is_committed_the_metrics_of_every_step_in_it_are_dura
     assert max(rates) < 1e6, "a step counts for as long as it took, not for how late its sums were taken up"
 
 
-def test_an_attempts_own_wish_stops_a_run_in_the_same_way(store: ObjectStore) -> None:
+def test_an_attempts_own_request_stops_a_run_in_the_same_way(store: ObjectStore) -> None:
     name = "trainingJobs/a"
     new_job(store, name)
     heartbeat = HeartbeatSender(0)

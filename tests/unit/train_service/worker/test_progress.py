@@ -41,7 +41,7 @@ def test_the_last_report_is_of_the_last_step_and_means_are_over_rows(store: Obje
     assert event.payload["metrics"] == {}, "what is not finite is no number for people"
 
 
-def test_time_spent_waiting_is_told_as_a_share(store: ObjectStore) -> None:
+def test_time_spent_waiting_is_reported_as_a_share(store: ObjectStore) -> None:
     with Reporter(store, JOB, 1) as reporter:
         meter = ProgressMeter(reporter, None, describe, total_steps=1)
         meter.done(taken(1))

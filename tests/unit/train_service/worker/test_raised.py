@@ -40,7 +40,7 @@ class Breaking(nn.Module):
         return made
 
 
-def test_an_error_of_the_model_is_told_with_its_type_message_rank_and_step(
+def test_an_error_of_the_model_is_reported_with_its_type_message_rank_and_step(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(learner, "build_model", lambda *_: Breaking())

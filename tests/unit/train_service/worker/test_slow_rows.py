@@ -28,7 +28,7 @@ JOB = "trainingJobs/a"
 SLOW_RANK, SLOW_S = 1, 0.1
 
 
-def test_that_the_rows_of_any_rank_are_waited_for_is_told(tmp_path: Path) -> None:
+def test_a_wait_for_the_rows_of_any_rank_is_reported(tmp_path: Path) -> None:
     settings = StoreSettings(url=(tmp_path / "store").as_uri())
     store = open_store(settings)
     commit_table(store)

@@ -122,7 +122,7 @@ def test_mask_and_ids_in_the_wrong_order_are_refused(store: ObjectStore, version
         fitted(store, spec_of(version, transform={"steps": [turned]}))
 
 
-def test_it_learns_is_resumed_bit_for_bit_and_is_served_on_texts(store: ObjectStore, version: str) -> None:
+def test_a_text_model_learns_is_resumed_bit_for_bit_and_is_served(store: ObjectStore, version: str) -> None:
     spec = settled(store, spec_of(version))
     new_job(store, "trainingJobs/whole", spec)
     run_of(store, "trainingJobs/whole", spec=spec).run()

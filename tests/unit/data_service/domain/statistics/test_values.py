@@ -162,7 +162,7 @@ def test_bars_of_a_range_wider_than_a_float_can_subtract() -> None:
 
 
 @pytest.mark.parametrize("first", [2**64 - 100, 2**63 - 50, -(2**63), 0])
-def test_bars_of_integers_that_floats_cannot_tell_apart(first: int) -> None:
+def test_bars_of_integers_that_floats_cannot_distinguish(first: int) -> None:
     dtype = np.uint64 if first >= 2**63 - 50 else np.int64
     values = np.array(range(first, first + 100), dtype)
     assert Weighted(values).histogram(first, first + 99, 100, is_integer=True) == [5] * 20
