@@ -19,9 +19,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as kinds
-from PIL import Image
 
 from data_service.domain.statistics.sketches import (
+    BYTE_VALUES,
     MAX_FREQUENT,
     DistinctCount,
     ExactMoments,
@@ -29,6 +29,7 @@ from data_service.domain.statistics.sketches import (
     Hashes,
     Sample,
     Weighted,
+    byte_counts,
     hash_bytes,
     hash_words,
     integers_of,
@@ -591,7 +592,6 @@ def _lengths(array: pa.Array) -> np.ndarray[Any, Any]:
 # --- Tensors ---
 # Statistics of tensor columns: over all values together. B = rows, K = values of one row.
 
-_BYTES = 256
 # The bytes that are counted at a time: Pillow holds the GIL meanwhile.
 _COUNT_BLOCK_BYTES = 400_000
 _FLOAT_BLOCK_VALUES = 32_768
@@ -608,12 +608,12 @@ class ByteTensorColumn(Column):
 
     def __init__(self) -> None:
         super().__init__()
-        self._counts = np.zeros(_BYTES, np.int64)
+        self._counts = np.zeros(BYTE_VALUES, np.int64)
 
     def _update(self, array: pa.ExtensionArray, hashes: Hashes) -> None:  # noqa: ARG002
         flat = tensor_rows(array).reshape(-1)
         for start in range(0, len(flat), _COUNT_BLOCK_BYTES):
-            self._counts += _byte_counts(flat[start : start + _COUNT_BLOCK_BYTES])
+            self._counts += byte_counts(flat[start : start + _COUNT_BLOCK_BYTES])
 
     def _merge(self, other: ByteTensorColumn) -> None:
         self._counts += other._counts
@@ -700,20 +700,6 @@ class TensorColumn(Column):
             histogram=weighted.histogram(least, most, self._moments.count, is_integer=self._is_integer),
         )
         return {"nan_count": self._nan_count, "numbers": numbers}
-
-
-def _byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Returns the counts of the 256 byte values.
-
-    Pillow counts the four bytes of a pixel separately, so equal neighbours cause no dependency between counts. bincount
-    would first convert each byte to a 64-bit index.
-    """
-    whole = len(values) // 4 * 4
-    counts: npt.NDArray[np.int64] = np.bincount(values[whole:], minlength=_BYTES).astype(np.int64)
-    if whole:
-        pixels = Image.frombuffer("RGBA", (whole // 4, 1), values[:whole], "raw", "RGBA", 0, 1)
-        counts += np.array(pixels.histogram(), np.int64).reshape(4, _BYTES).sum(axis=0)
-    return counts
 
 
 # --- All columns of a split ---

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.types as kinds
 import xxhash
+from PIL import Image
 
 # --- Hashing ---
 # Hashes that are the same on every machine and in every run.
@@ -467,6 +468,24 @@ class FrequentValues:
             self.close()
         else:
             self.add(theirs.keys(), theirs.values())
+
+
+# The number of values of a byte.
+BYTE_VALUES = 256
+
+
+def byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Returns the counts of the 256 byte values.
+
+    Pillow counts the four bytes of a pixel separately, so equal neighbours cause no dependency between counts. bincount
+    would first convert each byte to a 64-bit index.
+    """
+    whole = len(values) // 4 * 4
+    counts: npt.NDArray[np.int64] = np.bincount(values[whole:], minlength=BYTE_VALUES).astype(np.int64)
+    if whole:
+        pixels = Image.frombuffer("RGBA", (whole // 4, 1), values[:whole], "raw", "RGBA", 0, 1)
+        counts += np.array(pixels.histogram(), np.int64).reshape(4, BYTE_VALUES).sum(axis=0)
+    return counts
 
 
 # --- Distribution ---
