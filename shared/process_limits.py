@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ def enter_namespaces(kinds: int) -> bool:
     if user == 0 or libc().unshare(kinds | CLONE_NEWUSER) != 0:
         return False
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        Path("/proc/self", name).write_text(text)
+        with suppress(OSError):  # AppArmor may refuse the names of users; the namespaces hold without them
+            Path("/proc/self", name).write_text(text)
     return True
 
 
@@ -63,6 +65,17 @@ def memory_of(pid: int | str, *names: str) -> int:
     entries = dict(line.split(":", 1) for line in lines if ":" in line)
     # Such an entry is `  1234 kB`; a process that is ending has none.
     return sum(int(entries[name].split()[0]) * 1024 for name in names if name in entries)
+
+
+def cpu_seconds_of(pid: int | str) -> float:
+    """Return the processor time that the process has taken so far, in seconds; 0 for one that has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0.0
+    # Behind the name, which may have spaces: utime and stime are the 12th and 13th fields, in ticks.
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def hide_module(name: str) -> None:

@@ -27,7 +27,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, BinaryIO
 
 import pyarrow as pa
@@ -35,11 +34,18 @@ import pyarrow as pa
 from data_service.domain.import_spec import Source
 from data_service.formats import BadRowSink, OpenSource, RowSource, interface
 from data_service.formats.interface import UnitRunner
-from data_service.imports.reader_child import MAX_DESCRIPTORS, FrameError, FrameReader, send_frame
+from data_service.imports.reader_child import (
+    MAX_DESCRIPTORS,
+    MAX_READ_BYTES,
+    MEMORY_STATUS,
+    FrameError,
+    FrameReader,
+    send_frame,
+)
 from data_service.settings import READER_MEMORY, READER_TIMEOUT, ReaderLimits, reader_limits
 from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument, MillraceError, Unavailable, error_from_record
-from shared.process_limits import memory_of
+from shared.process_limits import cpu_seconds_of, memory_of
 
 # --- Row sources in a child ---
 
@@ -142,6 +148,8 @@ def open_in_child(
 POLL_S = 0.1
 # A child that is to stop after its table has this time before it is replaced.
 STOP_S = 5.0
+# A child that makes no progress and computes for less of the time than this share is not slow itself.
+COMPUTING_SHARE = 0.25
 # A child that was idle for longer is replaced. It ends by itself later, after `reader_child.IDLE_END_S`.
 IDLE_S = 100.0
 # The environment of a child. Arrow's other allocators reserve gigabytes that RLIMIT_DATA would count.
@@ -162,8 +170,13 @@ _START = (
 )
 # The sizes by which sources are read and divided are this process's.
 _SIZES = (
-    (interface, ("CHUNK_BYTES", "MAX_CHUNK_ROWS", "PART_BYTES", "MAX_DECODED_BYTES", "BLOCK_BYTES", "MAX_LINE_BYTES")),
-    (interface, ("LARGE_BYTES",)),
+    "CHUNK_BYTES",
+    "MAX_CHUNK_ROWS",
+    "PART_BYTES",
+    "MAX_DECODED_BYTES",
+    "BLOCK_BYTES",
+    "MAX_LINE_BYTES",
+    "LARGE_BYTES",
 )
 # Local files up to this size are opened ahead.
 SMALL_FILE_BYTES = 1024 * 1024
@@ -184,27 +197,30 @@ class ReaderProcess:
         self._connection.settimeout(POLL_S)
         arguments = [str(theirs.fileno()), str(os.getpid()), str(limits.memory_bytes), json.dumps(_path())]
         with theirs:
-            self._process = (
-                _starter()
-                .submit(
-                    subprocess.Popen,
-                    [sys.executable, "-I", "-S", "-B", "-c", _START, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    env=ENVIRONMENT | {name: os.environ[name] for name in PASSED_ON if name in os.environ},
-                    cwd="/",
-                    start_new_session=True,
-                )
-                .result()
+            started = _STARTER.submit(
+                subprocess.Popen,
+                [sys.executable, "-I", "-S", "-B", "-c", _START, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env=ENVIRONMENT | {name: os.environ[name] for name in PASSED_ON if name in os.environ},
+                cwd="/",
+                start_new_session=True,
             )
+            try:
+                self._process = started.result()
+            except OSError as error:
+                self._connection.close()
+                raise _not_started(str(error)) from None
         self._frames = FrameReader(self._receive_into, pa.allocate_buffer, limits.memory_bytes)
         self._own_bytes = 0
         self.has_network = True
         self._key = ""
         self._call = _Call(())
         self._progress_at = self._checked_at = time.monotonic()
+        # The child's processor time at the first check after its last progress, and when that progress was.
+        self._cpu_s, self._cpu_since = 0.0, self._progress_at
         self._is_usable = True
         self._is_ready = False
         # When the last call ended; None before the first one.
@@ -306,16 +322,14 @@ class ReaderProcess:
         """
         self._call = call
         has_ended = False
-        sizes = [
-            (module.__name__.rpartition(".")[2], name, getattr(module, name))
-            for module, names in _SIZES
-            for name in names
-        ]
+        sizes = {name: getattr(interface, name) for name in _SIZES}
         try:
             self._send(header | {"sizes": sizes}, payload)
             while (answer := self._answer(call)) is not None:
                 yield answer
             has_ended = True
+        except FrameError as error:
+            raise self._refused(f"its bytes spoilt the process that read it: {error}") from None
         except GeneratorExit:
             has_ended = self._stop(call)
             raise
@@ -337,6 +351,7 @@ class ReaderProcess:
                 raise TimeoutError
 
         call.on_wait = give_up
+        call.is_stopping = True
         try:
             self._send({"stop": True})
             while self._answer(call) is not None:
@@ -351,11 +366,10 @@ class ReaderProcess:
         """Returns the next answer; None for the last one. Raises `_ChildError` for an error."""
         while True:
             self._progress_at = time.monotonic()
-            try:
-                header, payload = self._frames.frame()
-            except FrameError as error:
-                raise self._refused(f"its bytes spoilt the process that read it: {error}") from None
+            header, payload = self._frames.frame()
             if "ask" in header:
+                if call.is_stopping and call.may_wait:
+                    raise TimeoutError  # the bytes that it asks for may come in minutes
                 reply, data, opened = call.answer(header)
                 try:
                     self._send(reply, data, [file.fileno() for file in opened])
@@ -372,8 +386,6 @@ class ReaderProcess:
                 return None
             elif "error" in header:
                 raise _ChildError(call.original(header["error"]))
-            elif "memory" in header:
-                raise self._over_memory()
             elif "fault" in header:
                 raise RuntimeError(f"the reader failed:\n{header['fault']}")
             elif "ready" in header:
@@ -418,6 +430,8 @@ class ReaderProcess:
         self._call.on_wait()
         if memory_of(self.pid, "RssAnon", "RssShmem") - self._own_bytes > self.limits.memory_bytes:
             raise self._over_memory()
+        if self._cpu_since != self._progress_at:
+            self._cpu_s, self._cpu_since = cpu_seconds_of(self.pid), self._progress_at
         if self._checked_at - self._progress_at > self.limits.timeout_s:
             raise self._no_progress()
 
@@ -432,6 +446,11 @@ class ReaderProcess:
     def _no_progress(self) -> MillraceError:
         if not self._is_ready:
             return _not_started(f"within {self.limits.timeout_s:g} s")
+        if cpu_seconds_of(self.pid) - self._cpu_s < self.limits.timeout_s * COMPUTING_SHARE:
+            # Nothing of the file's: its file system does not answer, or the machine does something else.
+            field, uri = self._call.file_facts()
+            why = f"{field}: the process that reads {uri} has waited for its bytes or a processor for too long"
+            return Unavailable(why, reason="READER_STALLED")
         return self._refused(
             f"for {self.limits.timeout_s:g} s nothing was read from the file; write smaller row groups, record batches "
             f"or rows, or raise {READER_TIMEOUT} where Ray runs"
@@ -444,6 +463,8 @@ class ReaderProcess:
         status = self._process.poll()
         if not self._is_ready:
             return _not_started(f"it ended with status {status}")
+        if status == MEMORY_STATUS:
+            return self._over_memory()
         if status is not None and status < 0:
             name = signal.Signals(-status).name
             if -status in (signal.SIGKILL, signal.SIGTERM):
@@ -519,6 +540,7 @@ class _Call:
     run_units: UnitRunner | None = None
     on_wait: Callable[[], None] = _nothing
     class_names: list[str] | None = None
+    is_stopping: bool = False
     files: list[SourceFile] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -541,6 +563,11 @@ class _Call:
         """Returns (field, URI) of the file that is being read."""
         return ("sources", "a source") if self._file is None else (self._file.field, self._file.uri)
 
+    @property
+    def may_wait(self) -> bool:
+        """Returns whether an answer may take long: the bytes of an upload that still grows."""
+        return self._file is not None and self._file.is_upload
+
     def original(self, record: dict[str, Any]) -> MillraceError:
         """Returns the error that the child reports: the very one that this process met, if it is that."""
         if self._error is not None and json.loads(json.dumps(self._error.as_record())) == record:
@@ -549,8 +576,11 @@ class _Call:
 
     def answer(self, header: dict[str, Any]) -> Answer:
         """Returns (header, bytes, open files) for what the child asks; errors that its reader handles are sent, too."""
+        answer = getattr(self, f"_answer_{header.pop('ask')}", None)
+        if answer is None:
+            raise FrameError("it asks for what there is not")
         try:
-            return getattr(self, f"_answer_{header.pop('ask')}")(**header)  # type: ignore[no-any-return]
+            return answer(**header)  # type: ignore[no-any-return]
         except MillraceError as error:
             self._error = error
             return {"error": error.as_record()}, b"", []
@@ -619,6 +649,8 @@ class _Call:
         return found
 
     def _answer_read(self, opened: int, position: int, size: int) -> Answer:
+        if opened not in self._opened or not 0 <= size <= MAX_READ_BYTES:
+            raise FrameError(f"it asks for {size} bytes of file {opened}")
         self._file = self._file_of[opened]
         stream = self._opened[opened]
         if self._positions[opened] != position:
@@ -719,10 +751,8 @@ def start_reader() -> None:
         pass
 
 
-@cache
-def _starter() -> ThreadPoolExecutor:
-    """Returns the thread that starts children: the kernel ends a child with the thread that started it."""
-    return ThreadPoolExecutor(1, thread_name_prefix="starts-readers")
+# The thread that starts children: the kernel ends a child with the thread that started it.
+_STARTER = ThreadPoolExecutor(1, thread_name_prefix="starts-readers")
 
 
 def _path() -> list[str]:

@@ -1,9 +1,9 @@
 """The process that decodes files of others, within limits.
 
 The parent, `data_service.imports.reader`, fetches bytes and decides; this process opens sources, divides them, and
-decodes their rows. It has one socket and nothing else: no environment, no credentials, no other file, and no network if
-the kernel grants it a namespace of its own. Local files come as open descriptors; the bytes of objects and uploads come
-on request.
+decodes their rows. It is given one socket and nothing else: no environment, no credentials, no other file, and no
+network if the kernel grants it a namespace of its own. It runs as the parent's user, so it is no wall against code that
+a file brings in. Local files come as open descriptors; the bytes of objects and uploads come on request.
 
 What this process sends is JSON, and bytes of Arrow IPC. It sends its own objects as pickles, which the parent keeps and
 never reads: only another such process does.
@@ -14,9 +14,10 @@ never reads: only another such process does.
     {} or {"error": …} →
                                                    ← {"rows": …}, {"bad": …}       any number
     {"stop": true} →                               (at most once: the parent needs no more tables)
-                                                   ← {"end": true}, {"error": …}, {"memory": true} or {"fault": …}
+                                                   ← {"end": true}, {"error": …} or {"fault": …}
 
-A frame between this process and its parent is a JSON object, bytes, and at most one open descriptor.
+A frame between this process and its parent is a JSON object, bytes, and open descriptors. A process that runs out of
+memory ends with `MEMORY_STATUS`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import pyarrow as pa
@@ -97,7 +98,7 @@ class FrameReader:
 
 # --- The parent, as the child sees it ---
 
-# A call that reads without asking for anything says as often that it goes on.
+# A call that reads without asking for anything sends a sign of life this often.
 ALIVE_INTERVAL_S = 0.5
 # An idle process of a Ray worker gives its memory back. The parent calls none that has been idle for a third as long.
 IDLE_END_S = 300.0
@@ -288,8 +289,8 @@ class _Files:
 
 # The most objects that are pickled together: those of a group share their columns and casts, and each travels with all.
 GROUP = 64
-# The most files that the objects of a group have together, unless one object has more.
-GROUP_FILES = 2000
+# The most files and bytes that the objects of a group have together, unless one object has more.
+GROUP_FILES, GROUP_BYTES = 2000, 256 * 1024
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -327,7 +328,7 @@ def grouped(items: Sequence[Any]) -> Iterator[tuple[Sequence[Any], bytes, list[i
     while waiting:
         group = waiting.pop()
         data, numbers = dump(group)
-        if len(numbers) > GROUP_FILES and len(group) > 1:
+        if (len(numbers) > GROUP_FILES or len(data) > GROUP_BYTES) and len(group) > 1:
             half = len(group) // 2
             waiting += [group[half:], group[:half]]
         else:
@@ -349,7 +350,7 @@ class Reader:
         self._loaded: tuple[str, list[Any]] = ("", [])
 
     def answer(self, call: dict[str, Any], payload: bytearray) -> None:
-        for _, name, value in call["sizes"]:
+        for name, value in call["sizes"].items():
             setattr(interface, name, value)
         if call["op"] == "open":
             self._loaded = ("", [])
@@ -483,6 +484,8 @@ class _UnitsOfParent:
 
 # The most files that are open at the same time.
 OPEN_FILES = 256
+# The status of a process that ran out of memory.
+MEMORY_STATUS = 77
 
 
 def main() -> None:
@@ -507,6 +510,14 @@ def main() -> None:
     pa.set_io_thread_count(1)
     parent = Parent(connection)
     parent.send({"ready": True, "has_network": has_network})
+    try:
+        _serve(parent)
+    except MemoryError:
+        # At once: an answer would take memory, too, and half a frame of the parent may be left in the socket.
+        os._exit(MEMORY_STATUS)
+
+
+def _serve(parent: Parent) -> NoReturn:
     reader = Reader(parent)
     while True:
         call, payload = parent.next_call()
@@ -515,7 +526,7 @@ def main() -> None:
         except MillraceError as error:
             parent.send({"error": error.as_record()})
         except MemoryError:
-            parent.send({"memory": True})
+            raise
         except Exception:
             parent.send({"fault": traceback.format_exc()})
         del payload

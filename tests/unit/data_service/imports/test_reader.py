@@ -7,10 +7,12 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from itertools import count
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +27,7 @@ from data_service.imports import reader as reader_module
 from data_service.imports.plan import identity_of
 from data_service.imports.reader import ChildRows, leased_reader, open_in_child
 from data_service.settings import ReaderLimits, reader_limits
-from data_service.storage.source_files import SourceFiles
+from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import Cancelled, InvalidArgument, MillraceError, Unavailable
 from shared.settings import SettingsError
 from shared.storage import ObjectStore
@@ -172,6 +174,12 @@ def test_files_that_are_opened_ahead_fail_where_their_turn_comes(tmp_path: Path)
             list(one.tables(Quarantine()))
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives children the time to stop that a busy machine needs."""
+    monkeypatch.setattr(reader_module, "STOP_S", 120.0)
+
+
 def large_rows(folder: Path, rows: int = 400_000) -> ChildRows:
     """Tables that together exceed what a socket holds."""
     pq.write_table(pa.table({"n": np.random.default_rng(0).integers(0, 2**62, rows)}), folder / "large.parquet")
@@ -228,17 +236,87 @@ def test_a_file_that_takes_more_memory_is_refused_and_the_next_one_is_read(tmp_p
     assert sum(table.num_rows for table in good.rows.tables(Quarantine())) == 301
 
 
-def test_a_child_that_makes_no_progress_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = large_rows(tmp_path)
+def without_progress(folder: Path, patch: pytest.MonkeyPatch) -> ChildRows:
+    """Returns rows whose child is stopped, and may make no progress for 0.3 s."""
+    rows = large_rows(folder)
     with leased_reader() as reader:
         stop_process(reader.pid)
-        monkeypatch.setattr(reader, "limits", ReaderLimits(timeout_s=0.3))
-    monkeypatch.setattr(reader_module, "reader_limits", lambda _: ReaderLimits(timeout_s=0.3))
+        patch.setattr(reader, "limits", ReaderLimits(timeout_s=0.3))
+    patch.setattr(reader_module, "reader_limits", lambda _: ReaderLimits(timeout_s=0.3))
+    return rows
+
+
+def test_a_file_that_a_child_computes_on_without_progress_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = without_progress(tmp_path, monkeypatch)
+    seconds = count()
+    monkeypatch.setattr(reader_module, "cpu_seconds_of", lambda _: float(next(seconds)))
     with pytest.raises(
         InvalidArgument, match=r"large.parquet .* for 0.3 s nothing was read .* MILLRACE_READER_TIMEOUT_S"
     ):
         list(rows.tables(Quarantine()))
+
+
+def test_a_child_that_waits_without_progress_is_ended_and_another_attempt_may_read_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = without_progress(tmp_path, monkeypatch)
+    with leased_reader() as reader:
+        pass
+    with pytest.raises(Unavailable, match=r"large.parquet has waited for its bytes") as raised:
+        list(rows.tables(Quarantine()))
+    assert raised.value.specific_reason == "READER_STALLED"
     assert not Path(f"/proc/{reader.pid}").exists()
+
+
+def test_a_child_that_cannot_be_started_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with leased_reader() as reader:
+        reader.end()
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with pytest.raises(Unavailable, match="/no/python") as raised, leased_reader():
+        pass
+    assert raised.value.specific_reason == "READER_NOT_STARTED"
+
+
+class GrowingFile(io.RawIOBase):
+    """An upload's bytes so far; reads of later ones are noted in `waits`."""
+
+    def __init__(self, data: bytes, waits: list[int]) -> None:
+        self._data, self._position, self._waits = data, 0, waits
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        assert whence == 0
+        self._position = offset
+        return offset
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._data[self._position : self._position + size]
+        self._position += len(data)
+        if not data:
+            self._waits.append(self._position)
+        return data
+
+
+def test_a_growing_upload_whose_rows_are_no_longer_needed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = arrow_bytes(TABLE.select(["n"]), pa.ipc.new_stream)
+    waits: list[int] = []
+
+    def open_growing() -> BinaryIO:
+        return cast(BinaryIO, GrowingFile(whole[: len(whole) // 2], waits))
+
+    upload = SourceFile("sources[0].arrow.uri", "upload", None, open_growing, upload_uid="u")
+    monkeypatch.setattr(SourceFiles, "find_all", lambda *_: [upload])
+    monkeypatch.setattr(SourceFiles, "find", lambda *_: upload)
+    (opened,) = open_in_child([source_of("upload", "arrow")], SourceFiles([], None), {})
+    tables = opened.rows.tables(Quarantine())
+    assert next(tables).num_rows == 100
+    assert isinstance(tables, Generator)
+    tables.close()
+    assert waits == []
 
 
 @pytest.mark.parametrize(
@@ -251,7 +329,7 @@ def test_a_child_that_makes_no_progress_is_ended(tmp_path: Path, monkeypatch: py
 def test_the_error_of_a_child_that_a_signal_ends_names_the_file(
     tmp_path: Path, number: int, error: type[MillraceError], text: str
 ) -> None:
-    rows = large_rows(tmp_path)
+    rows = large_rows(tmp_path, 2_000_000)  # more than the buffers of any socket
     with leased_reader() as reader:
         pid = reader.pid
     tables = rows.tables(Quarantine())
@@ -260,7 +338,7 @@ def test_the_error_of_a_child_that_a_signal_ends_names_the_file(
     with pytest.raises(error, match=text) as raised:
         list(tables)
     assert "large.parquet" in raised.value.message
-    assert sum(table.num_rows for table in rows.tables(Quarantine())) == 400_000
+    assert sum(table.num_rows for table in rows.tables(Quarantine())) == 2_000_000
 
 
 def test_a_child_that_is_asked_for_no_more_tables_takes_the_next_call(tmp_path: Path) -> None:
