@@ -580,7 +580,7 @@ def _folder_files(root: Path, skipped: Iterable[str] = SKIPPED, *, ignore_file: 
             for entry in entries:
                 # Some systems store é as two code points. The same folder must give the same bytes on all systems.
                 path = below + unicodedata.normalize("NFC", entry.name)
-                if skips.fullmatch(entry.name) or any(ignore.fullmatch(path) for ignore in ignores):
+                if skips.fullmatch(entry.name) or any(ignore.matches(path) for ignore in ignores):
                     continue
                 kind = entry.stat(follow_symlinks=False).st_mode
                 if stat.S_ISDIR(kind):
@@ -625,7 +625,7 @@ def _wheel_opener(wheel: zipfile.ZipFile, info: zipfile.ZipInfo) -> _Opener:
     return lambda: wheel.open(info)  # type: ignore[return-value]
 
 
-def _ignore_patterns(file: Path) -> list[re.Pattern[str]]:
+def _ignore_patterns(file: Path) -> list[_IgnorePattern]:
     """Return patterns that match whole relative paths, e.g. `data/raw`.
 
     As in .gitignore, a pattern without '/' matches a name at any depth, and one with '/' a path from the root. `*`
@@ -648,29 +648,65 @@ def _ignore_patterns(file: Path) -> list[re.Pattern[str]]:
             continue
         if line.startswith("!"):
             raise NotABundle(f"{IGNORE_FILE}:{number}: {line!r}: patterns that take others back are not supported")
-        patterns.append(_ignore_pattern(line))
+        patterns.append(_IgnorePattern(line))
         if len(patterns) > MAX_IGNORE_PATTERNS:
             raise NotABundle(f"{IGNORE_FILE} has more than {MAX_IGNORE_PATTERNS:,} patterns: name folders instead")
     return patterns
 
 
-def _ignore_pattern(line: str) -> re.Pattern[str]:
-    anchored = "/" in line.rstrip("/")
-    pattern = unicodedata.normalize("NFC", line.strip("/"))
-    text = "" if anchored else "(?:.*/)?"
-    for token in re.findall(r"\*\*/?|\*|\?|[^*?]+", pattern):
-        match token:
-            case "**/":
-                text += "(?:.*/)?"
-            case "**":
-                text += ".*"
-            case "*":
-                text += "[^/]*"
-            case "?":
-                text += "[^/]"
-            case _:
-                text += re.escape(token)
-    return re.compile(text, re.DOTALL)
+class _IgnorePattern:
+    """One line of an ignore file, matched in time proportional to the path times the pattern.
+
+    A regular expression would try all ways to divide a path among a pattern's stars, which takes for ever from about
+    ten stars on.
+    """
+
+    def __init__(self, line: str) -> None:
+        pattern = unicodedata.normalize("NFC", line.strip("/"))
+        at_any_depth = "/" not in line.rstrip("/")
+        # The last name of a path is enough where no token matches a '/'.
+        self._of_name = at_any_depth and "**" not in pattern
+        if at_any_depth and not self._of_name:
+            pattern = f"**/{pattern}"
+        # A run of stars matches what `**` matches, and `**/**/` what `**/` matches.
+        self._tokens = re.findall(r"(?:\*{2,}/)+|\*+|\?|[^*?]+", pattern)
+        last = self._tokens[-1] if self._tokens else ""
+        self._end = last if not last.endswith(("*", "?")) and not last.startswith("**") else ""
+
+    def matches(self, path: str) -> bool:
+        if not path.endswith(self._end):
+            return False
+        text = path.rpartition("/")[2] if self._of_name else path
+        # The positions that the text can be matched up to, by the tokens so far.
+        reached = {0}
+        for token in self._tokens:
+            if not reached:
+                return False
+            first = min(reached)
+            if token == "?":
+                reached = {at + 1 for at in reached if text[at : at + 1] not in ("", "/")}
+            elif token == "*":
+                reached = _ends_within_names(text, reached)
+            elif token.endswith("*"):
+                reached = set(range(first, len(text) + 1))
+            elif token.startswith("**"):
+                reached |= {at for at in range(first + 1, len(text) + 1) if text[at - 1] == "/"}
+            else:
+                reached = {at + len(token) for at in reached if text.startswith(token, at)}
+        return len(text) in reached
+
+
+def _ends_within_names(text: str, starts: set[int]) -> set[int]:
+    """Return the positions that can be reached from those of `starts` without a '/' between."""
+    ends: set[int] = set()
+    for start in starts:
+        slash = text.find("/", start)
+        name_end = slash if slash >= 0 else len(text)
+        at = start
+        while at <= name_end and at not in ends:
+            ends.add(at)
+            at += 1
+    return ends
 
 
 def _keep_out(what: str) -> str:

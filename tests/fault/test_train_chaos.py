@@ -24,6 +24,7 @@ from shared.storage.object_store import ensure_bucket
 from tests.support.faults import Faults
 from tests.support.killable_s3 import KillableS3, killable_s3
 from tests.support.numbered_rows import ROWS, STEPS_PER_EPOCH
+from tests.support.process_states import child_running
 from tests.support.ray_head import ray_head
 from tests.support.s3_server import S3Program
 from tests.support.training import State
@@ -111,7 +112,7 @@ class Chaos:
         return "SIGKILL train service, started again"
 
     def reconciler_killed(self) -> str:
-        pid = _child(self._place.stack.service.pid, "train_service.reconciler")
+        pid = child_running(self._place.stack.service.pid, "train_service.reconciler")
         return "SIGKILL reconciler" if pid and _signal(pid, signal.SIGKILL) else ""
 
     def store_away(self) -> str:
@@ -194,13 +195,3 @@ def _signal(pid: int, number: int) -> bool:
         os.kill(pid, number)
         return True
     return False
-
-
-def _child(parent: int, module: str) -> int:
-    """The pid of the child of `parent` that runs `module`; 0 where there is none."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            its_parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if its_parent == parent and module.encode() in (entry / "cmdline").read_bytes():
-                return int(entry.name)
-    return 0

@@ -28,3 +28,13 @@ def stop_process(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: thread_states(pid) <= {"T", "Z"}, f"process {pid} to stop")
+
+
+def child_running(parent: int, module: str) -> int:
+    """The pid of the child of `parent` that runs `module`; 0 where there is none."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            its_parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if its_parent == parent and module.encode() in (entry / "cmdline").read_bytes():
+                return int(entry.name)
+    return 0

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tarfile
 import zipfile
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -134,6 +136,38 @@ def test_repositories_caches_environments_and_what_is_ignored_stay_out(tmp_path:
     folder = folder_of(tmp_path / "code", {**kept, ".millraceignore": ignored, **dict.fromkeys(left_out, "x")})
     with tarfile.open(fileobj=io.BytesIO(packed(folder))) as archive:
         assert set(archive.getnames()) == {*kept, ".millraceignore"}
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["*" * 30 + "b", "*a" * 20 + "b", "**a" * 20 + "b", "**/" * 20 + "b", "a/" + "**/*a" * 20 + "b", "?*" * 30 + "b"],
+)
+def test_a_pattern_of_many_stars_is_matched_at_once(tmp_path: Path, pattern: str) -> None:
+    name = "a" * 60
+    kept = {f"{name}.py": "", f"{name}/{name}.py": ""}
+    folder = folder_of(tmp_path / "code", {**kept, ".millraceignore": f"{pattern}\n"})
+    with tarfile.open(fileobj=io.BytesIO(packed(folder))) as archive:
+        assert set(archive.getnames()) == {*kept, ".millraceignore"}
+
+
+def test_patterns_match_as_their_regular_expressions_do(tmp_path: Path) -> None:
+    expressions = {"a": "a", "/": "/", "?": "[^/]", "*": "[^/]*", "**": ".*", "**/": "(?:.*/)?"}
+    paths = [path for size in (1, 2, 3, 4) for path in map("".join, product("ab/", repeat=size)) if "//" not in path]
+    paths = [path for path in paths if path == path.strip("/")]
+    compared = 0
+    for tokens in product(expressions, repeat=3):
+        # What runs into each other would be read as other tokens.
+        line = "".join(("x/", *tokens, "b"))
+        if "***" in line or "//" in line or ("*", "*") in pairwise(tokens) or ("**", "/") in pairwise(tokens):
+            continue
+        (tmp_path / ".millraceignore").write_text(f"{line}\n")
+        (pattern,) = code_packing._ignore_patterns(tmp_path / ".millraceignore")
+        expression = re.compile("x/" + "".join(expressions[one] for one in tokens) + "b")
+        for path in paths:
+            found, expected = pattern.matches(f"x/{path}"), expression.fullmatch(f"x/{path}") is not None
+            assert found == expected, (line, path)
+            compared += 1
+    assert compared > 1_000
 
 
 def test_a_pattern_that_takes_others_back_is_refused_by_its_line(tmp_path: Path) -> None:
