@@ -152,7 +152,7 @@ async def test_a_replica_answers_over_its_socket_until_serve_stops_it(
 ) -> None:
     folder = tmp_path / "private" / "sockets"
     one = replica(file_store, write(store), folder)
-    assert describe(one).sockets == folder
+    assert (await one.describe()).sockets == folder
 
     local = LocalReplicas(folder)
     socket_server = await local.least_loaded()
