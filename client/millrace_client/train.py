@@ -60,10 +60,11 @@ SWEEP_OVER = frozenset(
     }
 )
 SWEEP_POLL_INTERVAL_S = 2.0
-# Each listed value and each end of a range is checked with a model.
-CHECKED_TIMEOUT_S = 120.0
-# The module of a program or of an own model is imported once before its job is created.
-IMPORTED_TIMEOUT_S = 240.0
+# Each listed value and each end of a range is checked with a model. One of the caller's own code is imported for that.
+CHECKED_TIMEOUT_S = 360.0
+# The module of a program or of an own model is imported once before its job is created. The service waits 60 s for its
+# turn, and 230 s for a busy machine, before it answers that the check did not end.
+IMPORTED_TIMEOUT_S = 360.0
 # The most points in one answer.
 POINTS_AT_ONCE = 10_000
 BEYOND_ANY_EVENT = 2**63 - 1

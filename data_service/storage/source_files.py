@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
@@ -160,7 +160,7 @@ class SourceFiles:
         source = self._parsed(field, uri)
         if isinstance(source, UploadSource) or source.glob is None:
             return [self.find(field, uri)]
-        with _collector_paused():
+        with _collector_paused:
             files = self._matching(field, uri, source, source.glob, most)
         if not files:
             raise source_not_found(field, uri, "name files that exist")
@@ -248,16 +248,30 @@ class SourceFiles:
         return SourceFile(field, name, size_bytes, open_file, upload_uid=upload.uid, on_read=self._on_read)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Pauses the collector of cycles. Files have none, and it would look at all of them again as they become more."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+class _CollectorPause:
+    """Pauses the collector of cycles of this process, until the last thread that has entered leaves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._entered:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if not self._entered and self._was_enabled:
+                gc.enable()
+
+
+# Files have no cycles, and the collector would look at all of them again as they become more.
+_collector_paused = _CollectorPause()
 
 
 # --- Openers ---

@@ -129,8 +129,11 @@ class LiveDeployments:
             return poll
 
     def marked(self) -> Sequence[str]:
-        """Return the sorted ids of the deployments that have a marker. Some may not exist."""
-        names = {_name_and_uid(info.key)[0] for info in self._store.list(FOLDER)}
+        """Return the sorted ids of the deployments that have a marker. Some may not exist.
+
+        The store may have refused a marker, so those are among them that the last poll found.
+        """
+        names = {_name_and_uid(info.key)[0] for info in self._store.list(FOLDER)} | set(self._logs)
         return sorted(name.removeprefix(f"{DEPLOYMENTS}/") for name in names)
 
     def _all_ids(self) -> Sequence[str]:

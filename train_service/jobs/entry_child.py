@@ -23,6 +23,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,7 +57,7 @@ def main() -> None:
         _begin(question, writing, isolated)
     os.close(writing)
     try:
-        answer = _watch(pid, reading, question)
+        answer = _watch(pid, reading, question, isolated)
     finally:
         _end_all(pid)
     answer["isolated"] = isolated
@@ -188,30 +189,48 @@ def _one_line(error: BaseException) -> str:
     return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "…"
 
 
-def _watch(pid: int, reading: int, question: dict[str, Any]) -> dict[str, Any]:
+def _watch(pid: int, reading: int, question: dict[str, Any], isolated: bool) -> dict[str, Any]:
     """Watch the process `pid` until it ends.
 
-    The watch also ends if all processes below this one together exceed a limit.
+    The watch also ends if all processes below this one together exceed a limit. `isolated` means that `pid` is the
+    first process of namespaces, and the user's process is its child.
     """
     os.set_blocking(reading, False)
     began = time.monotonic()
     idle = IdleTime(began)
+    # The user's process was there at the last poll.
+    has_begun = False
+    reapers = {os.getpid(), pid} if isolated else {os.getpid()}
     answer = b""
     while True:
         status = _reap(pid)
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(reading, MAX_ANSWER_BYTES):
-                answer = (answer + data)[:MAX_ANSWER_BYTES]
+        answer = _read_on(reading, answer)
         if status is not None:
             return _answered(answer, status, *_named(question))
+        now = time.monotonic()
         processes = _below(os.getpid())
-        now, cpu_s = time.monotonic(), _cpu_s(processes)
-        idle.add(now, cpu_s, *_waits_for_cpu([one for one, _, _ in processes]))
+        cpu_s = _cpu_s(processes)
+        delays_ns, ready = _waits_for_cpu([one for one, _, _ in processes], reapers)
+        idle.add(now, cpu_s, delays_ns, ready or not has_begun)
+        idle.resume(time.monotonic())
+        has_begun = has_begun or any(one != pid or not isolated for one, _, _ in processes)
         if over := _over(question, processes, cpu_s, idle.seconds):
+            # It may have ended by itself since the processes were listed. Then its answer counts.
+            status = _reap(pid)
+            if status == 0:
+                return _answered(_read_on(reading, answer), status, *_named(question))
             return {"problem": over}
         if now - began > question["limits"]["wall_s"]:
             return {"problem": f"{question['limits']['wall_s']:g} s have passed", "busy": True}
         time.sleep(POLL_S)
+
+
+def _read_on(reading: int, answer: bytes) -> bytes:
+    """Return the answer with what has come since."""
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(reading, MAX_ANSWER_BYTES):
+            answer = (answer + data)[:MAX_ANSWER_BYTES]
+    return answer
 
 
 class IdleTime:
@@ -238,11 +257,17 @@ class IdleTime:
             self.seconds += min(MAX_IDLE_STEP_S, max(0.0, now - self._polled_at - busy_s))
         self._polled_at, self._cpu_s, self._delays_ns = now, cpu_s, delays_ns
 
+    def resume(self, now: float) -> None:
+        """Count on from `now`. The time since `add`, in which the processes were read, counts neither way."""
+        self._polled_at = now
 
-def _waits_for_cpu(processes: list[int]) -> tuple[dict[str, int], bool]:
+
+def _waits_for_cpu(processes: list[int], reapers: Collection[int]) -> tuple[dict[str, int], bool]:
     """Return each thread's waiting time for a CPU so far, in ns, and whether any thread is running or ready to run.
 
-    A thread that waits for the disk counts as ready, because it would run on a machine that is less busy.
+    A thread that waits for the disk counts as ready, because it would run on a machine that is less busy. So does a
+    process that has ended and waits for one of our own processes, `reapers`, to reap it. The children that the user's
+    code does not reap do not.
     """
     delays_ns: dict[str, int] = {}
     ready = False
@@ -250,7 +275,8 @@ def _waits_for_cpu(processes: list[int]) -> tuple[dict[str, int], bool]:
         with contextlib.suppress(OSError):  # it has ended
             for thread in Path("/proc", str(pid), "task").iterdir():
                 stat = (thread / "stat").read_bytes()
-                ready = ready or stat[stat.rindex(b")") + 2 :][:1] in (b"R", b"D")
+                state, parent = stat[stat.rindex(b")") + 2 :].split()[:2]
+                ready = ready or state in (b"R", b"D") or (state == b"Z" and int(parent) in reapers)
                 # Kernels without scheduler statistics have no such file; the state has to do.
                 delays_ns[thread.name] = int((thread / "schedstat").read_bytes().split()[1])
     return delays_ns, ready

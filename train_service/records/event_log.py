@@ -732,10 +732,15 @@ class GatheringLog(SegmentedLog):
         def record(number: int) -> Record | None:
             return own.get(number) or self.read_record(number)
 
+        before_last, records = numbers[:-1], []
         with ThreadPoolExecutor(READ_AT_ONCE) as pool:
-            records = [one for one in pool.map(record, numbers[:-1]) if one is not None]
-        if last is None or len(records) < SEGMENT_RECORDS - 1:
-            raise DataLoss(f"the events {numbers[0]} to {numbers[-1]} are not all there")
+            # A segment with a missing or damaged record is due again at each sweep, which reads only up to that record.
+            for begin in range(0, len(before_last), READ_AT_ONCE):
+                for one in pool.map(record, before_last[begin : begin + READ_AT_ONCE]):
+                    if one is None or last is None:
+                        raise DataLoss(f"the events {numbers[0]} to {numbers[-1]} are not all there")
+                    records.append(one)
+        assert last is not None
         data = zlib.compress(json.dumps([asdict(one) for one in (*records, last)]).encode())
         self._store.put(self._segment_key(last), data)
         for number in numbers:

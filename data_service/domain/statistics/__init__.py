@@ -723,20 +723,22 @@ class SplitStatistics:
         self.row_count = 0
         self._columns = {field.name: _column(field.type) for field in schema}
         self._waiting: list[tuple[pa.Table, npt.NDArray[np.int64]]] = []
-        self._waiting_bytes = 0
+        self._waiting_rows = self._waiting_bytes = 0
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
         return {"row_count": self.row_count, "_columns": self._columns}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self.__dict__.update(state, _waiting=[], _waiting_bytes=0)
+        self.__dict__.update(state, _waiting=[], _waiting_rows=0, _waiting_bytes=0)
 
     def update(self, table: pa.Table, first_row_id: int | npt.NDArray[np.int64]) -> None:
         """Adds rows with consecutive ids from `first_row_id`, or with one id each.
 
         No id may occur twice. Columns of the table that the schema lacks are ignored.
         """
+        if not table.num_rows:
+            return  # a table that waits without rows would count in no limit
         if isinstance(first_row_id, int | np.integer):
             row_ids = np.arange(first_row_id, first_row_id + table.num_rows, dtype=np.int64)
         else:
@@ -744,8 +746,9 @@ class SplitStatistics:
         self.row_count += table.num_rows
         columns = table.select(list(self._columns))
         self._waiting.append((columns, row_ids))
+        self._waiting_rows += table.num_rows
         self._waiting_bytes += columns.nbytes
-        if sum(len(ids) for _, ids in self._waiting) >= _BATCH_ROWS or self._waiting_bytes >= _BATCH_BYTES:
+        if self._waiting_rows >= _BATCH_ROWS or self._waiting_bytes >= _BATCH_BYTES:
             self._settle()
 
     def _settle(self) -> None:
@@ -753,13 +756,13 @@ class SplitStatistics:
         if not self._waiting:
             return
         tables, ids = zip(*self._waiting, strict=True)
-        self._waiting, self._waiting_bytes = [], 0
+        self._waiting, self._waiting_rows, self._waiting_bytes = [], 0, 0
         hashes = row_hashes(np.concatenate(ids))
-        table = pa.concat_tables(tables)
         for name, column in self._columns.items():
             start = 0
-            # Tensors are read where they are; a copy would cost as much as their statistics.
-            chunked = table.column(name)
+            # Column by column, because the tables may differ in whether a column may have nulls. Tensors are read where
+            # they are; a copy would cost as much as their statistics.
+            chunked = pa.chunked_array([chunk for table in tables for chunk in table.column(name).chunks])
             for chunk in chunked.chunks if is_tensor(chunked.type) else [_in_one(chunked)]:
                 column.update(chunk, hashes[start : start + len(chunk)])
                 start += len(chunk)

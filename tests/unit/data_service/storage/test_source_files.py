@@ -272,3 +272,17 @@ def test_a_file_that_may_not_be_read_is_refused(root: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(InvalidArgument, match="the server cannot open it: Permission denied"):
         source.open()
+
+
+def test_the_collector_of_cycles_runs_again_after_the_last_of_several_searches() -> None:
+    pause = source_files._collector_paused
+    gc.enable()
+    try:
+        pause.__enter__()
+        pause.__enter__()
+        pause.__exit__()
+        assert not gc.isenabled()
+        pause.__exit__()
+        assert gc.isenabled()
+    finally:
+        gc.enable()

@@ -249,6 +249,28 @@ def test_a_creator_that_pauses_marks_its_deployment_again(store: ObjectStore, ca
     assert names(Deployments(store)) == ["a", "b"]
 
 
+def test_a_page_lists_a_deployment_whose_marker_the_store_refuses(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        create(store, name)
+    forget_markers(store)
+    create(store, "c")
+    put = store.put
+
+    def refuse_markers(key: str, data: bytes) -> None:
+        if key.startswith(f"{FOLDER}/"):
+            raise Unavailable("the store does not answer")
+        put(key, data)
+
+    monkeypatch.setattr(store, "put", refuse_markers)
+    deployments = Deployments(store)
+    assert names(deployments) == ["a", "b", "c"]
+    assert deployments.has_read_all
+
+    assert [one.name for one in deployments.page(10, "")[0]] == ["deployments/a", "deployments/b", "deployments/c"]
+
+
 def test_a_store_that_takes_no_marker_hides_no_deployment(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     create(store, "a")
     forget_markers(store)

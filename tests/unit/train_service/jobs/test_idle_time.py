@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from tests.support.waiting import wait_until
+from train_service.jobs import entry_child
 from train_service.jobs.entry_child import MAX_IDLE_STEP_S, IdleTime
+
+FIRST, IMPORTING = 7, 8
+QUESTION = {"limits": {"processes": 9, "memory_bytes": 1 << 30, "cpu_s": 60.0, "idle_s": 2.5, "wall_s": 500.0}}
+GOOD = json.dumps({"problem": ""}).encode()
 
 
 def test_a_sleeping_process_is_idle_all_the_time() -> None:
@@ -40,3 +54,75 @@ def test_the_end_of_a_thread_takes_nothing_back() -> None:
     idle.add(1.0, cpu_s=0.0, delays_ns={"7": 400_000_000, "8": 600_000_000}, ready=False)
     idle.add(2.0, cpu_s=0.0, delays_ns={"7": 400_000_000}, ready=False)
     assert idle.seconds == pytest.approx(1.0)
+
+
+def test_the_time_in_which_the_processes_are_read_does_not_count() -> None:
+    idle = IdleTime(0.0)
+    idle.add(1.0, cpu_s=1.0, delays_ns={}, ready=False)
+    idle.resume(1.8)
+    idle.add(2.0, cpu_s=1.0, delays_ns={}, ready=False)
+    assert idle.seconds == pytest.approx(0.2)
+
+
+@pytest.fixture
+def ended() -> Iterator[int]:
+    """A process that has ended, and is not reaped."""
+    process = subprocess.Popen(["true"])
+    stat = Path("/proc", str(process.pid), "stat")
+    try:
+        wait_until(lambda: stat.read_bytes().rpartition(b") ")[2].startswith(b"Z"), "its end")
+        yield process.pid
+    finally:
+        process.wait()
+
+
+def test_an_ended_process_that_the_guard_has_not_reaped_is_not_idle(ended: int) -> None:
+    _, ready = entry_child._waits_for_cpu([ended], {os.getpid()})
+    assert ready
+
+
+def test_an_ended_child_that_the_module_does_not_reap_hides_no_waiting(ended: int) -> None:
+    _, ready = entry_child._waits_for_cpu([ended], {1})
+    assert not ready
+
+
+Watch = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Watches processes that are listed as in `polls`, a second apart, and idle. `statuses` are those of each reap."""
+    reading, writing = os.pipe()
+    os.write(writing, GOOD)
+
+    def watched(polls: list[list[int]], statuses: list[int | None], *, isolated: bool = True) -> dict[str, Any]:
+        clock, listed, reaped = [0.0], iter(polls), iter(statuses)
+
+        def sleep(_: float) -> None:
+            clock[0] += 1.0
+
+        monkeypatch.setattr(entry_child, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+        monkeypatch.setattr(entry_child, "_reap", lambda _: next(reaped))
+        monkeypatch.setattr(entry_child, "_below", lambda _: [(pid, 0, 0.0) for pid in next(listed)])
+        monkeypatch.setattr(entry_child, "_cpu_s", lambda _: 0.0)
+        monkeypatch.setattr(entry_child, "_waits_for_cpu", lambda *_: ({}, False))
+        return entry_child._watch(FIRST, reading, QUESTION, isolated)
+
+    yield watched
+    os.close(reading)
+    os.close(writing)
+
+
+def test_the_start_of_the_namespaces_is_not_the_modules_waiting(watch: Watch) -> None:
+    assert watch([[FIRST]] * 5 + [[FIRST, IMPORTING]], [None] * 6 + [0])["problem"] == ""
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_the_waiting_of_the_users_process_counts(watch: Watch, isolated: bool) -> None:
+    listed = [FIRST, IMPORTING] if isolated else [FIRST]
+    assert "waits for more than 2.5 s" in watch([listed] * 4, [None] * 5, isolated=isolated)["problem"]
+
+
+def test_a_module_that_has_ended_since_is_answered_and_not_refused(watch: Watch) -> None:
+    assert watch([[FIRST, IMPORTING]] * 4, [None] * 4 + [0])["problem"] == ""
+    assert "waits for more" in watch([[FIRST, IMPORTING]] * 4, [None] * 4 + [9])["problem"]

@@ -647,6 +647,27 @@ def test_events_that_cannot_be_gathered_stay_as_they_are_and_the_later_ones_are_
     assert not store.exists(record_key(SIZE + 1))
 
 
+@pytest.mark.parametrize("data", [b"damaged", None])
+def test_a_sweep_reads_no_further_than_the_first_event_that_cannot_be_gathered(
+    store: ObjectStore, data: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(event_log, "READ_AT_ONCE", 2)
+    log = EventLog(store, JOB)
+    for each in range(SIZE):
+        log.append(1, EventKind.WARNING, {"text": str(each)}, str(each))
+    if data is None:
+        store.delete(record_key(3))
+    else:
+        store.put(record_key(3), data)
+    counting = CountingStore(store)
+
+    end(counting)
+
+    read = {request.split()[-1] for request in counting.requests if "/log/" in request and "list" not in request}
+    # The last one says whether the segment is there. The fourth may be read together with the third.
+    assert read - {record_key(4)} == {record_key(number) for number in (1, 2, 3, SIZE)}
+
+
 # --- Logs of earlier releases ---
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import data_service.domain.statistics as domain_statistics
 from data_service.domain.statistics import SplitStatistics, sketches
 from shared.dataset_version.manifest import tensor_array
 
@@ -118,6 +119,41 @@ def test_more_rows_than_the_sample_holds_are_sampled_by_their_ids_alone() -> Non
     assert normal.numbers.quantiles[5] == pytest.approx(1.645, abs=0.15)
     assert uniform.numbers.quantiles[2] == pytest.approx(0.25, abs=0.03)
     assert max(uniform.numbers.histogram) < 1.5 * min(uniform.numbers.histogram)
+
+
+def test_tables_without_rows_are_not_kept() -> None:
+    table = pa.table({"x": [1.0, 2.0]})
+    statistics = SplitStatistics(table.schema)
+    for _ in range(3):
+        statistics.update(table.slice(0, 0), 0)
+    assert statistics._waiting == []
+    statistics.update(table, 0)
+    assert statistics.row_count == 2
+    assert statistics.result()[0].row_count == 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_waiting_rows_are_added_once_there_are_enough(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(domain_statistics, "_BATCH_ROWS", 4)
+    table = pa.table({"x": [0.5] * rows})
+    statistics = SplitStatistics(table.schema)
+    waiting = []
+    for first in range(0, 6 * rows, rows):
+        statistics.update(table, first)
+        waiting.append(len(statistics._waiting))
+    most = 4 // rows
+    assert waiting == [number % most for number in range(1, 7)]
+
+
+def test_tables_of_a_split_may_differ_in_nullability() -> None:
+    columns = [pa.array([1, 2, 3]), tensor_array(np.arange(6.0).reshape(3, 2))]
+    table = pa.table(columns, names=["x", "t"])
+    required = pa.schema([field.with_nullable(False) for field in table.schema])
+    whole, mixed = SplitStatistics(table.schema), SplitStatistics(table.schema)
+    whole.update(table, 0)
+    mixed.update(table.slice(0, 1), 0)
+    mixed.update(pa.table(columns, schema=required).slice(1), 1)
+    assert found(mixed) == found(whole)
 
 
 def test_what_travels_between_workers_is_small() -> None:
