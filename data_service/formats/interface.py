@@ -154,7 +154,7 @@ def blaming(file: SourceFile, kind: str) -> Iterator[None]:
     except (IdxError, DecompressionError) as error:
         raise file.corrupt(str(error)) from None
     except MemoryError:
-        raise  # Arrow's, too: the limit of the process says more than that the file is no good
+        raise  # Arrow's, too: the limit of the process says more than that the file is damaged
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         if (isinstance(error, OSError) and error.errno) or "AWS Error" in str(error):
             raise Unavailable(f"{file.field}: {file.uri} cannot be read at present", retry_after_s=1.0) from error

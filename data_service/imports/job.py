@@ -1,10 +1,4 @@
-"""An import as one attempt of the durable job: sources in, Parquet files and a manifest out.
-
-The keys of checks of uniqueness are collected over all parts of an import, in bounded memory.
-
-Keys wait in memory until they take `SPILL_BYTES`. Then they go to buckets on the disk, by their first bits: equal keys
-are in the same bucket, so repeats are found in one bucket after the other.
-"""
+"""An import as one attempt of the durable job: sources in, Parquet files and a manifest out."""
 
 from __future__ import annotations
 
@@ -676,6 +670,10 @@ class _Watch:
 
 
 # --- Keys of checks of uniqueness ---
+# The keys of checks of uniqueness are collected over all parts of an import, in bounded memory.
+#
+# Keys wait in memory until they take `SPILL_BYTES`. Then they go to buckets on the disk, by their first bits: equal
+# keys are in the same bucket, so repeats are found in one bucket after the other.
 
 # The most bytes of keys that wait in memory: a small job has fewer, and writes none.
 SPILL_BYTES = 64 * 1024 * 1024

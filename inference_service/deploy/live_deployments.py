@@ -2,14 +2,14 @@
 
     live/deployment/{id}.{uid}.json
 
-A marker is written before the log of its deployment, and removed by a look once the log says that the deployment is
-gone. So every deployment that exists has one. Some markers are of none: their creator was refused, or has died. A look
+A marker is written before the log of its deployment, and removed by a poll once the log says that the deployment is
+gone. So every deployment that exists has one. Some markers are of none: their creator was refused, or has died. A poll
 removes them some time after it first saw them. A creator may pause for longer, so it marks its deployment once more at
 the end.
 
-An earlier release writes no markers. So the first look at a store that it has used reads all logs, marks what has no
+An earlier release writes no markers. So the first poll of a store that it has used reads all logs, marks what has no
 marker, and then notes in the store that all are marked. Such a release may still run beside this one, or again later.
-So each look also reads some of all logs, in turns. The first looks of a process read more, until it has read each log
+So each poll also reads some of all logs, in turns. The first polls of a process read more, until it has read each log
 once. Only then does it know all deployments.
 
     live/deployments-are-marked

@@ -58,8 +58,10 @@ def frontends(service: ServiceProcess) -> dict[int, int]:
 
 
 class Asking:
-    """Each client has a connection of its own, so that the kernel gives some to each frontend; a new one now "
-    "and then."""
+    """Each client has a connection of its own, so that the kernel gives some to each frontend.
+
+    It opens a new one now and then.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -138,7 +140,7 @@ def test_a_frontend_killed_under_load_costs_only_the_calls_that_it_had(
 
 
 def counted(service: ServiceProcess) -> int:
-    """The rows that were answered, as whichever frontend tells that has the connection."""
+    """The rows that were answered, as the frontend of this connection reports them."""
     with Client(service.address) as client:
         reported = client.inference.ModelStatistics(oip.ModelStatisticsRequest(name="digits"), timeout=DEADLINE_S)
     return int(sum(one.inference_count for one in reported.model_stats))

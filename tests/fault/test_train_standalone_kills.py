@@ -87,7 +87,7 @@ class Runs:
         entry = resolve(self.store, "name", f"{name}/checkpoints/final")
         return load_checkpoint(self.store, entry.folder, entry.manifest_sha256).read(WEIGHTS)
 
-    def reported(self, name: str, epoch: int) -> tuple[int, int, int]:
+    def coverage_counts(self, name: str, epoch: int) -> tuple[int, int, int]:
         counts = RunRecords(self.store).coverage(name, epoch, "").counts
         return counts.seen_once, counts.missing, counts.repeated
 
@@ -95,7 +95,7 @@ class Runs:
         """In every epoch, by what the ranks wrote down and by what the service tells."""
         seen = seen_in(self.begun(name), processes_of(self.witness, name), self.epochs, self.row_count)
         assert (seen.missing, seen.repeated) == (0, 0)
-        assert {self.reported(name, epoch) for epoch in range(self.epochs)} == {(self.row_count, 0, 0)}
+        assert {self.coverage_counts(name, epoch) for epoch in range(self.epochs)} == {(self.row_count, 0, 0)}
 
 
 def runs_of(folder: Path, *, ranks: int, row_count: int, epochs: int) -> Runs:

@@ -26,13 +26,13 @@ Job = resources_pb2.TrainingJob
 class Refusing(train_service_pb2_grpc.TrainServiceServicer):
     """Fails every GetTrainingJob with the status it was given; remembers the metadata it was called with."""
 
-    def __init__(self, reported: status_pb2.Status) -> None:
-        self._reported = reported
+    def __init__(self, status: status_pb2.Status) -> None:
+        self._status = status
         self.called_with: dict[str, Any] = {}
 
     def GetTrainingJob(self, request: Any, context: grpc.ServicerContext) -> Any:
         self.called_with = dict(context.invocation_metadata())
-        return abort(context, self._reported)
+        return abort(context, self._status)
 
 
 class BreakingStreams(train_service_pb2_grpc.TrainServiceServicer):

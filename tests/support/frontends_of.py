@@ -1,4 +1,4 @@
-"""The frontend processes of an inference service, as the kernel tells them."""
+"""The frontend processes of an inference service, as the kernel reports them."""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def seen_in(begun: Sequence[Begun], processes: Processes, epochs: int, row_count
         ranks = [_by_steps(calls, BATCH // one.workers) if even else calls for calls in processes.get(one.attempt, [])]
         steps_taken += max(map(len, ranks), default=0)
         # One that was lost before its first checkpoint may have lost a rank before that one's first batch.
-        reported = f"attempt {one.attempt} ran in {len(ranks)} processes"
-        assert end == one.step or len(ranks) == one.workers, reported
+        message = f"attempt {one.attempt} ran in {len(ranks)} processes"
+        assert end == one.step or len(ranks) == one.workers, message
         for steps in ranks:
             for step, ids in zip(range(one.step, end), steps, strict=False):
                 counts.update((step // steps_per_epoch, row) for row in ids)

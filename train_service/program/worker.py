@@ -3,34 +3,6 @@
 The worker is a real one of Ray Train's, with its process group. Before the program's module is imported, `report`,
 `get_checkpoint` and `get_dataset_shard` are bound to Millrace (`ray_hooks`), and the process gets its own folder,
 seeds, and captured output (`process`).
-
-A worker counts the indices that its prepared DataLoaders gave to the program.
-
-A DataLoader asks its batch sampler ahead of time, and Ray's wrapper has the next batch on its way to the device. So the
-drawn batches wait here in their order until the program gets them.
-
-Hooks that keep the checkpoints of `transformers.Trainer` correct in a program: all uses of its private parts.
-
-Without them, the Trainer and Ray's `RayTrainReportCallback` go wrong in four ways:
-- **Ranks apart.** On CPUs the Trainer joins the process group only with `use_cpu=True`. Without it every rank trains
-  its own model, and only one line of its log says so. Here `use_cpu` is set on workers without an accelerator.
-- **Half a checkpoint.** A rank's save ends when its own files are written, and the callback copies the whole folder, so
-  a rank may copy files that another still writes. Here every save ends once it has ended on all ranks.
-- **A stale checkpoint.** `output_dir` outlives a killed attempt on the same node, and the callback takes the folder of
-  the highest step, which after a resume is that of the lost attempt. Another job on the node may write into the same
-  folder, too. Here a scratch folder belongs to the attempt, and the callback takes the folder of the step that was just
-  saved, and checks `trainer_state.json` against it.
-- **The same files from every rank.** Each rank of a node copies and uploads the whole folder. Here a rank reports only
-  files that no lower rank has.
-
-Nothing is imported here: the modules are changed right after the program has imported them.
-
-Changes in a new release that may break the hooks, and their symptoms
-(`tests/integration/train_service/test_hugging_face.py`):
-- `Trainer._save_checkpoint` is renamed: `AttributeError` when the program imports `transformers`.
-- `TrainingArguments` is no longer a dataclass with a `__post_init__`: the same.
-- The Trainer names its folders differently: each report raises CHECKPOINT_NOT_FOUND.
-- Ray's callback is moved: it is not changed, and checkpoints come from all ranks again.
 """
 
 from __future__ import annotations
@@ -381,6 +353,10 @@ class _Rank:
 
 
 # --- Drawn indices ---
+# A worker counts the indices that its prepared DataLoaders gave to the program.
+#
+# A DataLoader asks its batch sampler ahead of time, and Ray's wrapper has the next batch on its way to the device. So
+# the drawn batches wait here in their order until the program gets them.
 
 END = object()
 
@@ -584,6 +560,28 @@ def _row_count(base: Any) -> int | None:
 
 
 # --- Hooks of Hugging Face ---
+# Hooks that keep the checkpoints of `transformers.Trainer` correct in a program: all uses of its private parts.
+#
+# Without them, the Trainer and Ray's `RayTrainReportCallback` go wrong in four ways:
+# - **Ranks apart.** On CPUs the Trainer joins the process group only with `use_cpu=True`. Without it every rank trains
+#   its own model, and only one line of its log says so. Here `use_cpu` is set on workers without an accelerator.
+# - **Half a checkpoint.** A rank's save ends when its own files are written, and the callback copies the whole folder,
+#   so a rank may copy files that another still writes. Here every save ends once it has ended on all ranks.
+# - **A stale checkpoint.** `output_dir` outlives a killed attempt on the same node, and the callback takes the folder
+#   of the highest step, which after a resume is that of the lost attempt. Another job on the node may write into the
+#   same folder, too. Here a scratch folder belongs to the attempt, and the callback takes the folder of the step that
+#   was just saved, and checks `trainer_state.json` against it.
+# - **The same files from every rank.** Each rank of a node copies and uploads the whole folder. Here a rank reports
+#   only files that no lower rank has.
+#
+# The hooks import neither `transformers` nor Ray's callback: both are changed after the program has imported them.
+#
+# Changes in a new release that may break the hooks, and their symptoms
+# (`tests/integration/train_service/test_hugging_face.py`):
+# - `Trainer._save_checkpoint` is renamed: `AttributeError` when the program imports `transformers`.
+# - `TrainingArguments` is no longer a dataclass with a `__post_init__`: the same.
+# - The Trainer names its folders differently: each report raises CHECKPOINT_NOT_FOUND.
+# - Ray's callback is moved: it is not changed, and checkpoints come from all ranks again.
 
 ARGUMENTS = "transformers.training_args"
 TRAINER = "transformers.trainer"

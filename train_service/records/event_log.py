@@ -11,9 +11,10 @@ Older records of the log are gathered into segments.
     {folder}/log/newest                            the number of a recent one
     {folder}/gathered/{index:09d}.{id}.json.z      SEGMENT_RECORDS records, from index * SEGMENT_RECORDS + 1 on
 
-A run appends a record about each second. While its job lives all records stay: they are the truth, and put-if-absent
-on the next number fences attempts. A segment is a copy of its records that is read with one request. Its key names the
-last of them, so it is found only where that record is there. A segment that is missing or damaged costs only requests.
+A run appends a record about each second. While its job lives all records stay: they alone are authoritative, and
+put-if-absent on the next number fences attempts. A segment is a copy of its records that is read with one request. Its
+key names the last of them, so it is found only where that record is there. A segment that is missing or damaged costs
+only requests.
 
 Once the job has ended, `gather_ended` deletes the records of each segment but the last. It deletes what was listed
 before a moment at which the job had ended. Later attempts begin behind that, and readers find the segment before they

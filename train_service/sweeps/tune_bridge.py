@@ -3,7 +3,7 @@
 The callback makes started trials into training jobs, and cancels the jobs of stopped trials.
 
 The function, `follow`, reads the events of the trial's training job and reports values to Tune. It writes nothing. Each
-running trial has a process of its own for it, so this module imports neither torch nor Parquet readers.
+running trial has a process of its own for it, so this module does not import torch.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.support import toy_jobs
 from tests.support.toy_processes import new_job
 
 
-def test_a_look_between_the_marker_and_the_request_leaves_the_marker(
+def test_a_poll_between_the_marker_and_the_request_leaves_the_marker(
     jobs: Jobs, file_store: StoreSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = new_job(jobs)

@@ -52,11 +52,11 @@ def bench() -> Iterator[tuple[subprocess.Popen[str], RayNode]]:
 @pytest.mark.parametrize(
     "signals",
     [
-        # Each starts a Ray head. `make test` has the signal that is handled, and the one that leaves no time for any
-        # clean-up, as Ctrl-C does that comes again and again.
+        # Each starts a Ray head. `make test` has a signal that comes again while the first one is handled, and the one
+        # that leaves no time for any clean-up.
         pytest.param([signal.SIGINT], id="Ctrl-C", marks=pytest.mark.long),
-        pytest.param([signal.SIGTERM], id="SIGTERM"),
-        pytest.param([signal.SIGINT] * 3, id="Ctrl-C again and again", marks=pytest.mark.long),
+        pytest.param([signal.SIGTERM], id="SIGTERM", marks=pytest.mark.long),
+        pytest.param([signal.SIGINT] * 3, id="Ctrl-C again and again"),
         pytest.param([signal.SIGKILL], id="SIGKILL"),
     ],
 )

@@ -83,7 +83,7 @@ folders = {when: Path(sys.argv[2]) / when for when in sys.argv[3:]}
 for folder in folders.values():
     folder.mkdir()
 reported = {when: run(when, folder) for when, folder in folders.items()}
-Path(sys.argv[2], "told").write_text(json.dumps(reported))  # Ray prints what it has to say, at any time
+Path(sys.argv[2], "results.json").write_text(json.dumps(reported))  # Ray prints what it has to say, at any time
 """
 # Where others wait, Ray has a second task for each CPU.
 CASES = {"at work": "Cancelled", "others wait": "Cancelled", "in a pool": "Cancelled", "one crashes": "RayFailed"}
@@ -97,7 +97,7 @@ def reported(
     program = [sys.executable, "-c", PROGRAM, data_ray.address, str(folder), *CASES]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert ended.returncode == 0, ended.stderr
-    found: dict[str, tuple[str, list[str], list[str]]] = json.loads((folder / "told").read_text())
+    found: dict[str, tuple[str, list[str], list[str]]] = json.loads((folder / "results.json").read_text())
     return found
 
 

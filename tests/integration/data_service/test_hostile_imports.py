@@ -121,7 +121,7 @@ def test_a_hostile_source_fails_its_import_at_once_and_says_why(
     assert (found.refusal.code, found.refusal.reason) == (grpc.StatusCode.INVALID_ARGUMENT, reason)
     assert said in found.refusal.message
     # Another attempt would find the same. One whose process is lost, as on a machine that is too busy, found nothing.
-    assert [reported for reported in found.reasons if reported != "ATTEMPT_LOST"] == [reason]
+    assert [one for one in found.reasons if one != "ATTEMPT_LOST"] == [reason]
     version = client.data.GetVersion(pb.GetVersionRequest(name=found.version), timeout=60)
     assert version.state == DatasetVersion.STATE_FAILED
     assert refusal_of(version.error) == found.refusal

@@ -38,16 +38,16 @@ def main(address: str, store_url: str, folder: str, sha256: str) -> None:
 
 
 async def asked(applications: ServeApplications) -> None:
-    answer(await reported(applications, REPLICAS))
+    answer(await wait_for_outcome(applications, REPLICAS))
     await asyncio.to_thread(sys.stdin.readline)
-    answer(await reported(applications, REPLICAS, "DataLoss"), await reported(applications, 1))
+    answer(await wait_for_outcome(applications, REPLICAS, "DataLoss"), await wait_for_outcome(applications, 1))
 
 
 def answer(*outcomes: str) -> None:
     print(ANSWER, *outcomes, flush=True)
 
 
-async def reported(applications: ServeApplications, replicas: int, wanted: str = "Loaded") -> str:
+async def wait_for_outcome(applications: ServeApplications, replicas: int, wanted: str = "Loaded") -> str:
     """What the replicas say once that is what is wanted, or what they said last."""
     until = time.monotonic() + TIMEOUT_S
     while (said := await once(applications, replicas)) != wanted and time.monotonic() < until:  # noqa: ASYNC110 - nobody tells

@@ -18,7 +18,7 @@ from tests.integration.inference_service.moving import IMAGE, JOB, moving, write
 
 @pytest.mark.long  # three versions are loaded
 def test_a_shell_rolls_out_and_back_and_steers_a_canary(stack: Stack) -> None:
-    def reported(*arguments: str) -> Any:
+    def run_command(*arguments: str) -> Any:
         """The document that the command prints."""
         result = CliRunner().invoke(millrace, [*arguments, "--json", "--inference-address", stack.service.address])
         assert result.exit_code == 0, result.output
@@ -27,7 +27,7 @@ def test_a_shell_rolls_out_and_back_and_steers_a_canary(stack: Stack) -> None:
     def ready() -> set[str]:
         return {
             one["number"]
-            for one in reported("deployments", "show", "shell")["versions"]
+            for one in run_command("deployments", "show", "shell")["versions"]
             if one["state"] == "STATE_READY"
         }
 
@@ -36,13 +36,13 @@ def test_a_shell_rolls_out_and_back_and_steers_a_canary(stack: Stack) -> None:
         connect(inference=stack.service.address) as client,
     ):
         one.checkpoints |= {"2": "c2", "3": "c3"}
-        reported("rollout", "shell", f"{JOB}/checkpoints/c2", "--keep", "2", "--step", "100:0")
+        run_command("rollout", "shell", f"{JOB}/checkpoints/c2", "--keep", "2", "--step", "100:0")
         assert one.ask() == "2"
         assert ready() == {"1", "2"}
-        assert reported("rollback", "shell")["rollout"]["state"] == "STATE_UNDONE"
+        assert run_command("rollback", "shell")["rollout"]["state"] == "STATE_UNDONE"
         assert one.ask() == "1"
 
-        reported(
+        run_command(
             "rollout",
             "shell",
             f"{JOB}/checkpoints/c3",
@@ -55,10 +55,10 @@ def test_a_shell_rolls_out_and_back_and_steers_a_canary(stack: Stack) -> None:
             "--no-wait",
         )
         eventually(lambda: "3" in ready(), 180, "version 3 is loaded")
-        reported("deployments", "traffic", "shell", "--route", "x-canary=yes:3", "--shadow", "3=100")
+        run_command("deployments", "traffic", "shell", "--route", "x-canary=yes:3", "--shadow", "3=100")
         infer = client.inference.infer
         assert infer("shell", {"image": IMAGE}, headers={"x-canary": "yes"}).version == "3"
         assert (infer("shell", {"image": IMAGE}).version, one.ask()) == ("1", "1")
-        rolled_back = reported("rollback", "shell")["rollout"]["state"]
+        rolled_back = run_command("rollback", "shell")["rollout"]["state"]
         assert rolled_back == rollout_pb2.Rollout.State.Name(rollout_pb2.Rollout.STATE_ROLLED_BACK)
         assert infer("shell", {"image": IMAGE}, headers={"x-canary": "yes"}).version == "1"

@@ -100,7 +100,7 @@ def names(client: triton.InferenceServerClient, model: str, images: Any) -> dict
 def streamed(client: triton.InferenceServerClient, model: str, images: Any) -> list[Any]:
     """Each image by itself over one stream, with a request for an unknown model in between."""
     answers: queue.Queue[Any] = queue.Queue()
-    client.start_stream(lambda result, error: answers.put(reported(result, error)))
+    client.start_stream(lambda result, error: answers.put(result_of(result, error)))
     for number, image in enumerate(images):
         client.async_stream_infer(model, [image_input(image[None])], request_id=f"r{number}")
         if number == 1:
@@ -110,7 +110,7 @@ def streamed(client: triton.InferenceServerClient, model: str, images: Any) -> l
     return seen
 
 
-def reported(result: Any, error: InferenceServerException | None) -> Any:
+def result_of(result: Any, error: InferenceServerException | None) -> Any:
     if error is not None:
         return error.message()
     answer = result.get_response()
@@ -125,7 +125,7 @@ async def with_asyncio(target: str, model: str, images: Any) -> dict[str, Any]:
             for number, image in enumerate(images):
                 yield {"model_name": model, "inputs": [image_input(image[None])], "request_id": f"r{number}"}
 
-        streamed = [reported(result, error) async for result, error in client.stream_infer(requests())]
+        streamed = [result_of(result, error) async for result, error in client.stream_infer(requests())]
         return {
             "labels": labels(whole),
             "streamed": streamed,

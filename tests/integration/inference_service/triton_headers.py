@@ -26,10 +26,10 @@ def main(target: str, model: str, path: str) -> dict[str, Any]:
     tensor = image_input(np.load(path))
     client = triton.InferenceServerClient(target)
     return {
-        "plain": [reported(client.infer(model, [tensor])) for _ in range(PLAIN)],
-        "another value": [reported(client.infer(model, [tensor], headers={"x-canary": "no"})) for _ in range(5)],
-        "canary": [reported(client.infer(model, [tensor], headers=CANARY)) for _ in range(5)],
-        "named": [reported(client.infer(model, [tensor], model_version="1", headers=CANARY))],
+        "plain": [result_of(client.infer(model, [tensor])) for _ in range(PLAIN)],
+        "another value": [result_of(client.infer(model, [tensor], headers={"x-canary": "no"})) for _ in range(5)],
+        "canary": [result_of(client.infer(model, [tensor], headers=CANARY)) for _ in range(5)],
+        "named": [result_of(client.infer(model, [tensor], model_version="1", headers=CANARY))],
         "stream": streamed(client, model, tensor),
         "asyncio": asyncio.run(with_asyncio(target, model, tensor)),
     }
@@ -41,14 +41,14 @@ def image_input(images: Any) -> triton.InferInput:
     return tensor
 
 
-def reported(result: Any) -> tuple[str, list[float]]:
+def result_of(result: Any) -> tuple[str, list[float]]:
     return result.get_response().model_version, result.as_numpy("logits")[0].tolist()
 
 
 def streamed(client: triton.InferenceServerClient, model: str, tensor: triton.InferInput) -> list[Any]:
     """Over a stream with the header, in which all requests have it."""
     answers: queue.Queue[Any] = queue.Queue()
-    client.start_stream(lambda result, error: answers.put(str(error) if error else reported(result)), headers=CANARY)
+    client.start_stream(lambda result, error: answers.put(str(error) if error else result_of(result)), headers=CANARY)
     for _ in range(3):
         client.async_stream_infer(model, [tensor])
     seen = [answers.get(timeout=120) for _ in range(3)]
@@ -58,7 +58,7 @@ def streamed(client: triton.InferenceServerClient, model: str, tensor: triton.In
 
 async def with_asyncio(target: str, model: str, tensor: triton.InferInput) -> list[Any]:
     async with aio.InferenceServerClient(target) as client:
-        return [reported(await client.infer(model, [tensor], headers=CANARY))]
+        return [result_of(await client.infer(model, [tensor], headers=CANARY))]
 
 
 if __name__ == "__main__":

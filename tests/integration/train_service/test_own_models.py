@@ -75,9 +75,6 @@ def assert_learnt(stack: TrainStack, job: str, bundle: str) -> None:
     assert 0 < last.metrics["validation_certainty"] <= 1
 
 
-# In `make test`: tests/unit/train_service/worker/test_own_model.py trains such a model on two ranks, and in
-# test_programs.py Ray Train's workers run the code of a bundle.
-@pytest.mark.long
 def test_a_model_of_a_users_own_trains_on_two_workers(file_stack: TrainStack, tmp_path: Path) -> None:
     with mc.connect(train=file_stack.service.address) as millrace:
         bundle = millrace.train.push_code(write_files(tmp_path / "code", {"net.py": NET})).name

@@ -67,7 +67,7 @@ def test_a_table_is_prepared_and_what_is_suggested_then_is_taken_as_it_is(import
 
 def test_what_cannot_be_suggested_is_refused_with_its_status(imported: TrainStack) -> None:
     create_job(Jobs(imported.store, IMPORT_KIND), "datasets/flowers/versions/unmade", {})
-    for version, spec, code, reported in (
+    for version, spec, code, expected in (
         (VERSION, {}, grpc.StatusCode.INVALID_ARGUMENT, "kind, colour may be it"),
         (VERSION, {"label_column": "smell"}, grpc.StatusCode.INVALID_ARGUMENT, "kind, length, colour"),
         (VERSION, {"validation_split": "v"}, grpc.StatusCode.INVALID_ARGUMENT, "has train"),
@@ -78,4 +78,4 @@ def test_what_cannot_be_suggested_is_refused_with_its_status(imported: TrainStac
         with pytest.raises(grpc.RpcError) as refused:
             asked(imported, version, **spec)
         assert refused.value.code() is code, version
-        assert reported in str(refused.value.details())
+        assert expected in str(refused.value.details())

@@ -378,7 +378,7 @@ def test_what_makes_a_version_can_be_cancelled_and_nothing_else(state: str, expe
     ],
     ids=" ".join,
 )
-def test_who_no_longer_waits_learns_that_it_goes_on(
+def test_an_interrupted_wait_says_that_the_work_continues(
     arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_operation: Any, timeout_s: float, **_: Any) -> None:

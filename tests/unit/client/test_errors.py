@@ -17,8 +17,8 @@ from tests.support.grpc_answers import bad_field, error_info, serving, status
 from tests.support.ports import free_ports
 
 
-def refused(reported: status_pb2.Status) -> tuple[errors.MillraceError, dict[str, Any]]:
-    servicer = Refusing(reported)
+def refused(status: status_pb2.Status) -> tuple[errors.MillraceError, dict[str, Any]]:
+    servicer = Refusing(status)
     with (
         serving(lambda server: train_service_pb2_grpc.add_TrainServiceServicer_to_server(servicer, server)) as address,
         connect(train=address, reconnect_for_s=0) as millrace,
@@ -36,13 +36,13 @@ def test_each_status_becomes_its_own_kind_of_the_one_family(kind: type[errors.Mi
 
 
 def test_an_error_carries_reason_fields_and_the_request_id_that_the_server_was_sent() -> None:
-    reported = status(
+    failure = status(
         grpc.StatusCode.INVALID_ARGUMENT,
         "spec.epochs: 0: use 1 to 10,000",
         error_info("INVALID_FIELD", field="spec.epochs"),
         bad_field("spec.epochs", "0: use 1 to 10,000"),
     )
-    error, called_with = refused(reported)
+    error, called_with = refused(failure)
     assert error.reason == "INVALID_FIELD"
     assert error.metadata == {"field": "spec.epochs"}
     assert error.field_violations == (errors.FieldViolation("spec.epochs", "0: use 1 to 10,000"),)
@@ -73,14 +73,14 @@ def test_nobody_at_the_address_is_unavailable_and_names_address_and_remedy() -> 
 
 
 def test_a_server_that_is_too_slow_is_a_deadline_exceeded() -> None:
-    reported = status(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
-    error, _ = refused(reported)
+    failure = status(grpc.StatusCode.DEADLINE_EXCEEDED, "late")
+    error, _ = refused(failure)
     assert isinstance(error, errors.DeadlineExceeded)
 
 
 def test_errors_survive_pickling() -> None:
-    reported = status(grpc.StatusCode.NOT_FOUND, "no such job", error_info("NOT_FOUND", resource="trainingJobs/j"))
-    error = errors.from_status(reported, request_id="r1")
+    failure = status(grpc.StatusCode.NOT_FOUND, "no such job", error_info("NOT_FOUND", resource="trainingJobs/j"))
+    error = errors.from_status(failure, request_id="r1")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is errors.NotFound
     assert copy.as_dict() == error.as_dict()

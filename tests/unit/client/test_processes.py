@@ -78,7 +78,7 @@ def test_ending_a_family_leaves_none_of_it() -> None:
         assert not child.is_alive()
 
 
-def test_who_ignores_the_request_to_end_is_killed() -> None:
+def test_a_process_that_ignores_the_request_to_end_is_killed() -> None:
     with a_family("stubborn") as (leader, child, _):
         assert not end(leader, grace_s=0.2)
         assert not leader.is_alive()

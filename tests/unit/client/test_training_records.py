@@ -150,7 +150,7 @@ def test_requests_reach_the_service() -> None:
     ]
 
 
-def test_watching_reports_restarts_with_their_cause_and_of_waiting() -> None:
+def test_watching_reports_restarts_and_waiting() -> None:
     text = run(RecordedRun(), "watch", "j").stdout
     for wanted in (
         "attempt 1 begins on 3 workers",
@@ -211,7 +211,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return path.read_text()
 
 
-def test_the_report_reports_curves_restarts_coverage_checkpoints_and_spec(page: str) -> None:
+def test_the_report_shows_curves_restarts_coverage_checkpoints_and_spec(page: str) -> None:
     for wanted in (
         "<h3>loss ",
         "<h3>validation_accuracy ",

@@ -219,7 +219,7 @@ def test_a_version_made_while_the_dataset_is_deleted_brings_it_back(
     assert datasets.get(NAME).uid == made.uid
 
 
-def test_who_makes_a_version_in_a_dataset_that_goes_is_reported(datasets: Datasets) -> None:
+def test_the_maker_of_a_version_in_a_deleted_dataset_gets_an_error(datasets: Datasets) -> None:
     made = create(datasets)
     datasets.check_still_there(NAME, made.uid)
     delete(datasets)

@@ -143,7 +143,7 @@ def test_one_damaged_manifest_hides_no_other_operation(store: ObjectStore) -> No
         asyncio.run(servicer.GetOperation(operations_pb2.GetOperationRequest(name=names[1]), None))
 
 
-def test_a_version_is_listed_without_what_only_getting_it_reports() -> None:
+def test_a_version_is_listed_without_the_fields_that_only_get_version_returns() -> None:
     one = version(0, columns=2, files=3)
     (listed,) = pages_of(one)[0].versions
     whole: resources_pb2.DatasetVersion = asyncio.run(

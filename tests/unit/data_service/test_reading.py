@@ -259,7 +259,7 @@ def test_a_small_file_of_short_texts_is_read_at_once(
     assert max(chunks) < reading.CHUNK_BYTES
 
 
-def test_a_version_that_was_made_before_files_reported_their_values_is_read_as_well(
+def test_a_version_that_was_made_before_files_recorded_the_size_of_their_values_is_read_as_well(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe = _OpenFile.describe

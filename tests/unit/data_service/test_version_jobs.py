@@ -122,7 +122,7 @@ def test_an_id_is_found_behind_the_last_number_that_counts(version_jobs: Version
     assert names == ["v999999999", "v20261123093000", "v3", "v4"]
 
 
-def test_where_others_take_every_id_the_caller_is_reported_to_choose_one(
+def test_where_others_take_every_id_the_caller_is_asked_to_choose_one(
     version_jobs: VersionJobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_jobs, "_next_id", lambda _: "v2")

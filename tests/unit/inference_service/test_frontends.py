@@ -126,7 +126,7 @@ def test_what_a_silent_frontend_has_counted_weighs_no_more(tmp_path: Path) -> No
     assert list(first.counts("a")) == []
 
 
-async def test_a_folder_that_cannot_be_written_ends_nothing_and_is_said_once(
+async def test_a_folder_that_cannot_be_written_ends_nothing_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "frontends"
@@ -436,7 +436,7 @@ asyncio.run(main())
 
 # No further descriptor; no further byte, as on a full disk.
 @pytest.mark.parametrize("limit", ["RLIMIT_NOFILE", "RLIMIT_FSIZE"])
-def test_a_frontend_that_can_report_nothing_is_spared_until_it_hangs(
+def test_a_frontend_that_cannot_write_its_state_is_killed_only_once_it_hangs(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(frontend: int) -> None:

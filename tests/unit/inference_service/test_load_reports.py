@@ -1,4 +1,4 @@
-"""What a frontend tells the replicas of versions that scale."""
+"""What a frontend reports to the replicas of versions that scale."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_replicas_that_do_not_answer_delay_no_others_report(
             models.attach(name, Batcher(Classifier(), limits, BatchTimes(), Statistics()))
         applications: Any = Applications()
         running = asyncio.create_task(LoadReporter(applications, models).run())
-        await until(lambda: reported.count(well) > 5, "the one that is well is told again and again")
+        await until(lambda: reported.count(well) > 5, "the one that is well gets reports again and again")
         assert reported.count(unresponsive) == 1
         running.cancel()  # which waits for nobody
         await asyncio.wait([running], timeout=240.0)

@@ -1,4 +1,4 @@
-"""What the frontend tells a trace of its requests, over a real server and a real receiver."""
+"""What the frontend records in a trace of its requests, over a real server and a real receiver."""
 
 from __future__ import annotations
 

@@ -95,9 +95,9 @@ def test_a_reader_that_is_gone_ends_nobody(pipe: tuple[TextIO, TextIO]) -> None:
 
 def _run(code: str, *, flush_timeout_s: float = 240.0) -> subprocess.Popen[str]:
     """However long a busy machine takes over reading what it logs, unless another limit is given."""
-    begin = "import logging, os, sys\nfrom shared import logging_and_tracing as telemetry\n"
+    begin = "import logging, os, sys\nfrom shared import logging_and_tracing\n"
     begin += "from shared.logging_and_tracing import configure_logging, flush_logs\n"
-    configure = f'telemetry.FLUSH_TIMEOUT_S = {flush_timeout_s}\nconfigure_logging("kit", "INFO")\n'
+    configure = f'logging_and_tracing.FLUSH_TIMEOUT_S = {flush_timeout_s}\nconfigure_logging("kit", "INFO")\n'
     configure += 'logger = logging.getLogger("a")\n'
     command = [sys.executable, "-c", begin + configure + code]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

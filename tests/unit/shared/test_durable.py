@@ -125,7 +125,7 @@ def test_entries_of_checkpoints_keep_what_a_later_release_wrote_when_another_is_
     assert [one.get("colour") for one in state["checkpoints"]] == ["red", None]
 
 
-def test_requests_in_a_later_releases_record_are_still_heard_by_attempts_at_work(store: ObjectStore) -> None:
+def test_requests_in_a_later_releases_record_still_reach_attempts_at_work(store: ObjectStore) -> None:
     jobs = Jobs(store, TRAIN_KIND)
     job = jobs.create(JOB, a_job(state=JobState.RUNNING, attempt=1))
     context = AttemptContext(store, jobs, JOB, job)

@@ -51,7 +51,7 @@ def test_the_claim_of_a_later_turn_names_another_and_the_first_one_stays(store: 
         claimed_before(store, "data", ID, "other", 2)
 
 
-def test_the_same_id_with_another_body_is_refused_and_reported_what_it_was_for(store: ObjectStore) -> None:
+def test_the_same_id_with_another_body_is_refused_with_its_first_use(store: ObjectStore) -> None:
     with claimed(store, "data", ID, "body", "datasets/first"):
         pass
 

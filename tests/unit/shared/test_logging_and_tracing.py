@@ -89,7 +89,7 @@ def test_each_task_and_thread_has_its_own_identity() -> None:
     assert "job" not in seen[0]
 
 
-def test_the_correlation_id_that_a_caller_is_reported_finds_the_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_correlation_id_that_a_caller_receives_finds_the_line(caplog: pytest.LogCaptureFixture) -> None:
     reported = hidden(KeyError("odd"), logging.getLogger("a.logger"), "a batch failed")
     (record,) = caplog.records
     line = json.loads(JsonFormatter("data").format(record))

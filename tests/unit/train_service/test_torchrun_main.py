@@ -136,13 +136,17 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
     assert len(events(store, JOB, EventKind.ATTEMPT_STARTED)) == 1
 
 
-def run_command(environment: dict[str, str], arguments: list[str]) -> None:
-    """Runs the plain command in a forked process, which it ends."""
+def run_command(environment: dict[str, str], arguments: list[str], stderr: Path) -> None:
+    """Runs the plain command in a forked process, which it ends; the process writes its errors to the file `stderr`."""
+    # The process was forked from one that keeps the environment of the first test that needed it.
+    os.environ.clear()
     os.environ.update(environment)
+    with stderr.open("wb") as file:
+        os.dup2(file.fileno(), 2)
     sys.exit(torchrun_main.main(arguments))
 
 
-def stand_still(environment: dict[str, str], arguments: list[str]) -> None:
+def stand_still(environment: dict[str, str], arguments: list[str], stderr: Path) -> None:
     """Runs the plain command, which stands still once it has committed its second checkpoint.
 
     So it is killed in its middle.
@@ -157,7 +161,7 @@ def stand_still(environment: dict[str, str], arguments: list[str]) -> None:
         commit(registry, entry)
 
     CheckpointRegistry.commit = commit_two  # type: ignore[method-assign,assignment]
-    run_command(environment, arguments)
+    run_command(environment, arguments, stderr)
 
 
 def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_command(
@@ -168,11 +172,11 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
     run_of(store, OTHER, spec=spec).run()
     Jobs(store, TRAIN_KIND).transition(OTHER, lambda job: succeed(job, {}, 1.0), attempt=1)
     arguments = command(PLAIN, tmp_path, spec)[len(PLAIN) + 1 :]
-    environment = store_environ(store.settings)
-    process = forked_process(stand_still, environment, arguments)
+    stderr = tmp_path / "stderr"
+    process = forked_process(stand_still, environ(store), arguments, stderr)
     wait_until(lambda: len(events(store, JOB, EventKind.CHECKPOINT_COMMITTED)) > 1, "checkpoints", timeout_s=400)
     process.kill()
-    process.join()
+    process.join(60)
     # A marker, as a wish to resume may leave one that came too late.
     jobs = Jobs(store, TRAIN_KIND)
     jobs._mark(JOB, jobs.get(JOB, JOB), 1)
@@ -183,12 +187,12 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
         reconciler.reconcile()
     killed = jobs.get(JOB, JOB)
 
-    resumed = forked_process(run_command, environment, arguments)
-    resumed.join()
+    resumed = forked_process(run_command, environ(store), arguments, stderr)
+    resumed.join(600)
 
     assert (killed.state, killed.attempt, killed.failures) == (JobState.RUNNING, 1, 0)
     assert jobs.live() == []
-    assert resumed.exitcode == 0
+    assert resumed.exitcode == 0, stderr.read_text(errors="replace")
     done = jobs.get(JOB, JOB)
     assert (done.state, done.attempt) == (JobState.SUCCEEDED, 2)
     _, second = events(store, JOB, EventKind.ATTEMPT_STARTED)

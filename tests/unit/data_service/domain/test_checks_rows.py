@@ -108,7 +108,7 @@ def test_a_row_left_out_for_another_reason_makes_no_repeat() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "reported"),
+    ("values", "expected_text"),
     [
         (pa.array([dt.datetime(2019, 3, 17, 12, 10, 5)] * 2), "(2019-03-17 12:10:05);"),
         (pa.array([dt.date(2019, 3, 17)] * 2), "(2019-03-17);"),
@@ -118,14 +118,14 @@ def test_a_row_left_out_for_another_reason_makes_no_repeat() -> None:
     ],
     ids=lambda one: str(getattr(one, "type", "")),
 )
-def test_the_error_shows_the_value_as_people_write_it(values: pa.Array, reported: str) -> None:
+def test_the_error_shows_the_value_as_people_write_it(values: pa.Array, expected_text: str) -> None:
     checks = [Check("x", NotNull()), Check("x", Unique())]
     table, counts = pa.table({"x": values}), CheckCounts(checks)
     keep = KeepFirst(RowChecks(checks, table.schema))
     counts.add(keep.apply(table, 0))
     with pytest.raises(FailedPrecondition) as caught:
         counts.refuse()
-    assert reported in caught.value.message
+    assert expected_text in caught.value.message
 
 
 def test_the_error_names_check_column_value_and_the_first_row() -> None:

@@ -56,7 +56,7 @@ def read_as(folder: Path, source: Any, arrow_type: str) -> tuple[list[Any], list
     ],
     ids=lambda one: str(one) if isinstance(one, pa.DataType) else "",
 )
-def test_lists_of_one_length_become_tensors_where_a_type_reports_it(
+def test_lists_of_one_length_become_tensors_where_a_type_gives_the_length(
     tmp_path: Path, kind: str, given: pa.DataType, values: list[Any], arrow_type: str
 ) -> None:
     source = written(tmp_path, kind, pa.array(values, given))

@@ -271,7 +271,7 @@ def test_more_columns_than_a_version_keeps_are_refused(tmp_path: Path, columns: 
 
 
 @pytest.mark.parametrize("data", [b"a,b\n1,2\n" * 100, b"PAR1" + bytes(100)], ids=["a CSV file", "cut off"])
-def test_what_is_no_parquet_file_is_reported_to_be_none(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_no_parquet_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "t.parquet").write_bytes(data)
     with pytest.raises(InvalidArgument, match="it is not a whole Parquet file: it does not end with a footer"):
         ParquetRows(found_file(tmp_path / "t.parquet"))

@@ -67,7 +67,7 @@ def test_only_what_the_outputs_and_filters_need_is_read() -> None:
     assert left.tolist() == [1, 2]
 
 
-def test_all_rows_left_is_distinguished() -> None:
+def test_a_filter_that_drops_no_row_is_recognized() -> None:
     chain = StepChain.towards(Pipeline.from_config({"steps": []}), GIVEN, ["c"])
     batch, left = chain.apply({"c": pa.array([5])})
     assert (batch["c"].to_pylist(), left) == ([5], None)

@@ -26,7 +26,7 @@ from data_service.domain.splits import (
     TimeSplit,
     divider,
 )
-from data_service.imports import job as unique_keys
+from data_service.imports import job as import_job
 from data_service.transforms import work
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
@@ -263,7 +263,7 @@ def test_keys_of_a_check_of_uniqueness_wait_on_the_disk(
     """Which rows are repeats does not depend on where the keys wait."""
     unique_check = {"column": "word", "action": action, "unique": {}}
     in_memory = transform_here(store, checks=[unique_check])
-    monkeypatch.setattr(unique_keys, "SPILL_BYTES", 1000)
+    monkeypatch.setattr(import_job, "SPILL_BYTES", 1000)
     read: list[NDArray[np.void]] = []
     fromfile = np.fromfile
 

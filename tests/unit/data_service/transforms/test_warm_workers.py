@@ -18,9 +18,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
     """What is started on a cluster of three nodes, the last without a CPU."""
     nodes = [{"NodeID": name, "Alive": True, "Resources": {"CPU": cpus}} for name, cpus in (("a", 8.0), ("b", 2.0))]
     monkeypatch.setattr(ray, "nodes", lambda: [*nodes, {"NodeID": "c", "Alive": True, "Resources": {}}])
-    reported: list[dict[str, int]] = []
-    monkeypatch.setattr(type(WARM_WORKERS), "start", lambda _, counts: reported.append(dict(counts)))
-    return reported
+    counts_by_node: list[dict[str, int]] = []
+    monkeypatch.setattr(type(WARM_WORKERS), "start", lambda _, counts: counts_by_node.append(dict(counts)))
+    return counts_by_node
 
 
 class Met:

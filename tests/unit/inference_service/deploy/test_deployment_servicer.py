@@ -70,7 +70,7 @@ def rollout(checkpoint: str) -> pb.RolloutRequest:
     return pb.RolloutRequest(name=NAME, spec=spec)
 
 
-def test_who_watches_is_reported_each_state_and_the_end(
+def test_a_watcher_receives_each_state_and_the_end(
     served: Callable[[Scenario], None],
     deployments: Deployments,
     ready: Deployment,

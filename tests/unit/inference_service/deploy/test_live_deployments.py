@@ -43,7 +43,7 @@ def forget_markers(store: ObjectStore, *, is_update: bool = False) -> None:
 
 
 @pytest.mark.parametrize("gone", [0, 40])
-def test_a_look_costs_by_the_deployments_that_exist(store: ObjectStore, gone: int) -> None:
+def test_a_poll_costs_by_the_deployments_that_exist(store: ObjectStore, gone: int) -> None:
     for number in range(gone):
         create(store, f"gone{number:02d}")
         remove(store, f"gone{number:02d}")
@@ -62,7 +62,7 @@ def test_a_look_costs_by_the_deployments_that_exist(store: ObjectStore, gone: in
         assert len(counting.requests) <= 2 + 2 + 4 * in_turns
 
 
-def test_a_look_sees_what_was_created_changed_and_removed_since(store: ObjectStore) -> None:
+def test_a_poll_sees_what_was_created_changed_and_removed_since(store: ObjectStore) -> None:
     deployments = Deployments(store)
     assert names(deployments) == []
     create(store, "a")
@@ -106,7 +106,7 @@ def test_what_an_earlier_release_creates_meanwhile_is_found_in_turns(
     assert markers(store) == ["d.uid-d.json"]
 
 
-def test_the_first_look_reads_those_that_exist_and_the_others_in_turns(
+def test_the_first_poll_reads_those_that_exist_and_the_others_in_turns(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_deployments, "DEPLOYMENTS_A_FIRST_TURN", 4)
@@ -134,7 +134,7 @@ def test_the_first_look_reads_those_that_exist_and_the_others_in_turns(
     assert deployments.has_read_all
 
 
-def test_the_first_look_after_an_update_finds_all_deployments_and_later_ones_do_not_read_all(
+def test_the_first_poll_after_an_update_finds_all_deployments_and_later_ones_do_not_read_all(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_deployments, "DEPLOYMENTS_A_FIRST_TURN", 2)

@@ -114,7 +114,7 @@ def tell_going(folder: Path, *names: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _reported_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _publish_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
     monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.01)
 

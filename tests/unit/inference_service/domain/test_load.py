@@ -26,7 +26,7 @@ def test_refused_rows_are_reported_once() -> None:
     assert meter.read(2.0) == Load(0.0, 0)
 
 
-def test_where_no_time_has_passed_it_reports_what_is_now() -> None:
+def test_a_reading_without_elapsed_time_gives_the_present_value() -> None:
     meter = LoadMeter(0.0)
     meter.add(5, 0.0)
     assert meter.read(0.0).rows == 5.0

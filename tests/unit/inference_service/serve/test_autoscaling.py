@@ -68,11 +68,11 @@ def test_while_rows_are_refused_there_is_one_more_than_there_are_and_no_more_tha
     assert decided({ROWS: 3.0, REFUSED: 500.0}, target=3) == 3  # it starts
 
 
-def test_a_replica_that_missed_what_was_reported_does_not_hide_it() -> None:
+def test_a_replica_that_missed_a_report_does_not_hide_it() -> None:
     assert decided({ROWS: 0.0, REFUSED: 0.0}, {ROWS: 90.0, REFUSED: 0.0}) == 3
 
 
-def test_before_anybody_reported_anything_all_stays() -> None:
+def test_without_any_report_the_number_of_replicas_stays() -> None:
     assert decided() == 2
 
 

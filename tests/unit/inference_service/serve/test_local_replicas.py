@@ -175,7 +175,7 @@ async def test_the_least_busy_replica_is_free_and_none_is_where_all_have_two_bat
     for number in range(1, 5):
         tasks.append(asyncio.create_task(call(local, rows(number))))
         # So that each sees those before it.
-        while sum(one.in_flight for one in local._connections.values()) < number:  # noqa: ASYNC110 - nobody tells
+        while sum(one.in_flight for one in local._connections.values()) < number:  # noqa: ASYNC110 - nothing signals it
             await asyncio.sleep(0)
     assert await local.least_loaded() is None
     assert await local.least_loaded(busy_too=True) is not None
@@ -216,7 +216,7 @@ async def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(fo
     try:
         async with asyncio.timeout(240):
             local = LocalReplicas(folder)
-            while await local.least_loaded() is None:  # noqa: ASYNC110 - it tells nobody that it listens
+            while await local.least_loaded() is None:  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.05)
             await call(local, rows(0))
             task = asyncio.create_task(call(local, rows(1)))
@@ -226,7 +226,7 @@ async def test_a_replica_that_is_killed_loses_its_batches_and_its_socket_goes(fo
             with pytest.raises(ReplicaLost):
                 await task
             # A process that ends closes its connections and its listener one after the other.
-            while (await LocalReplicas(folder).least_loaded()) is not None:  # noqa: ASYNC110 - nobody tells
+            while (await LocalReplicas(folder).least_loaded()) is not None:  # noqa: ASYNC110 - nothing signals it
                 await asyncio.sleep(0.05)
             assert names(folder) == []
     finally:
@@ -386,9 +386,7 @@ async def test_sockets_are_of_no_use_where_other_machines_have_replicas_too(fold
     assert await local.least_loaded() is not None
 
 
-async def test_replicas_that_listen_elsewhere_are_reported_of_once(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_replicas_that_listen_elsewhere_are_logged_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     replica(folder)
     for here in (LocalReplicas(folder, 1, "v1"), LocalReplicas(folder, 0, "v1"), LocalReplicas(None, 1, "v1")):
         await here.least_loaded()

@@ -275,22 +275,22 @@ def test_a_replicas_own_error_comes_through_and_an_unexpected_one_without_its_in
 ) -> None:
     handle = Handle(None)
     for cause in (FailedPrecondition("no negative numbers"), ZeroDivisionError("secret")):
-        raised: Any = RayTaskError  # which has no types
-        reported_by_ray = raised("forward", "secret traceback", cause, proctitle="replica", ip="127.0.0.1")
+        ray_error: Any = RayTaskError  # which has no types
+        reported_by_ray = ray_error("forward", "secret traceback", cause, proctitle="replica", ip="127.0.0.1")
         handle.forward = Method(reported_by_ray.as_instanceof_cause())
-        with pytest.raises(MillraceError) as reported:
+        with pytest.raises(MillraceError) as error:
             asked_through(handle)
-        assert "secret" not in reported.value.message
-        assert isinstance(reported.value, FailedPrecondition | Internal)
-    correlation_id = reported.value.metadata["correlation_id"]
-    assert reported.value.message == f"internal error; quote the correlation id {correlation_id}"
+        assert "secret" not in error.value.message
+        assert isinstance(error.value, FailedPrecondition | Internal)
+    correlation_id = error.value.metadata["correlation_id"]
+    assert error.value.message == f"internal error; quote the correlation id {correlation_id}"
     assert correlation_id in caplog.text
     assert "secret traceback" in caplog.text
 
 
 def test_one_replica_of_two_that_cannot_load_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    raised: Any = RayTaskError  # which has no types
-    reported_by_ray = raised(
+    ray_error: Any = RayTaskError  # which has no types
+    reported_by_ray = ray_error(
         "describe", "traceback", DataLoss("a file is damaged"), proctitle="replica", ip="127.0.0.1"
     )
     answers = [Loaded(SIGNATURE, "", {}), reported_by_ray.as_instanceof_cause()]

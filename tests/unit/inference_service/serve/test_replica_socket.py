@@ -103,7 +103,7 @@ def test_what_is_no_frame_ends_the_connection(folder: Path) -> None:
     frontend.close()
 
 
-def assert_reported_by_its_id(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def assert_error_has_correlation_id(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What the frontend gets of an unexpected failure: what finds it in the log, and no more."""
     with pytest.raises(Internal) as raised:
         asyncio.run(asked(folder, rows(1)))
@@ -120,13 +120,13 @@ def test_whatever_ends_a_batch_is_reported_without_its_internals(
         raise error
 
     listen(folder, ThreadPoolExecutor(1), forward)
-    assert_reported_by_its_id(folder, caplog)
+    assert_error_has_correlation_id(folder, caplog)
     assert f"{type(error).__name__}: secret" in caplog.text
 
 
 def test_an_answer_that_cannot_be_sent_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     listen(folder, ThreadPoolExecutor(1), lambda _: Outputs([threading.Lock()]))  # type: ignore[list-item]
-    assert_reported_by_its_id(folder, caplog)
+    assert_error_has_correlation_id(folder, caplog)
     assert "pickle" in caplog.text
 
 

@@ -123,7 +123,7 @@ def test_what_is_no_name_is_refused_by_its_field(store: ObjectStore, name: str) 
     assert refused.value.fields[0][0] == "spec.checkpoint"
 
 
-def test_what_is_not_there_is_distinguished(store: ObjectStore) -> None:
+def test_a_missing_job_and_a_missing_checkpoint_have_different_errors(store: ObjectStore) -> None:
     for name in (JOB, f"{JOB}/checkpoints/step-10"):
         with pytest.raises(NotFound, match=f"{JOB} does not exist"):
             resolve(store, "checkpoint", name)

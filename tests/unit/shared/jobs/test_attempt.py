@@ -241,7 +241,7 @@ def test_an_attempt_that_was_wrongly_taken_for_dead_can_still_end(
     assert after.failures == 1  # one attempt was lost, not two
 
 
-def test_raise_if_stopped_reports_a_zombie_to_stop(store: ObjectStore, jobs: Jobs) -> None:
+def test_raise_if_stopped_stops_a_zombie(store: ObjectStore, jobs: Jobs) -> None:
     ended = threading.Event()
 
     def entry(context: AttemptContext) -> dict[str, Any]:
@@ -287,7 +287,7 @@ def test_an_outage_at_the_commit_is_waited_out(store: ObjectStore) -> None:
 
 
 @pytest.mark.usefixtures("jobs")
-def test_an_outage_longer_than_our_patience_is_reported_to_the_caller(
+def test_an_outage_longer_than_the_retry_limit_is_reported_to_the_caller(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attempt, "COMMIT_TIMEOUT_S", 0.05)

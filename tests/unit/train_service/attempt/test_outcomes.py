@@ -118,7 +118,7 @@ def test_the_device_of_an_attempt_that_finds_no_room_is_reported(
     assert [one.kind for one in EventLog(store, JOB).after(0)] == [EventKind.DEVICE_CHANGED, EventKind.ATTEMPT_ENDED]
 
 
-def test_the_device_of_an_attempt_whose_process_went_before_it_reported_anything_is_reported_for_it(
+def test_the_device_of_an_attempt_whose_process_went_before_it_reported_anything_is_written_by_the_reconciler(
     store: ObjectStore,
 ) -> None:
     lost = replace(job(2), choices=ON_CPUS)
@@ -126,9 +126,9 @@ def test_the_device_of_an_attempt_whose_process_went_before_it_reported_anything
     for _ in range(2):
         report_lost(store, lost)
 
-    reported_for_it, ended = EventLog(store, JOB).after(0)
-    assert (reported_for_it.kind, reported_for_it.attempt) == (EventKind.DEVICE_CHANGED, 2)
-    assert event_to_proto(reported_for_it).device_changed.text
+    added_event, ended = EventLog(store, JOB).after(0)
+    assert (added_event.kind, added_event.attempt) == (EventKind.DEVICE_CHANGED, 2)
+    assert event_to_proto(added_event).device_changed.text
     assert ended.kind == EventKind.ATTEMPT_ENDED
 
 

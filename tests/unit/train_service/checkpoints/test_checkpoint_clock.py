@@ -28,7 +28,7 @@ def test_without_rules_none_is_due() -> None:
     assert not any(clock.due(step) for step in range(1, 100))
 
 
-def test_the_request_is_reported_once_and_is_due_when_the_sum_has_come_back() -> None:
+def test_the_request_is_reported_once_and_is_due_when_the_all_reduce_has_ended() -> None:
     watch = Watch()
     clock = CheckpointClock(0, 10.0, watch)
     watch.now += 9.9

@@ -58,7 +58,7 @@ def test_a_program_needs_neither_a_model_nor_a_version(store: ObjectStore, bundl
     assert not job.spec.HasField("model")
 
 
-def test_a_specification_that_was_reported_can_be_given_back(store: ObjectStore, bundle: BundleRecord) -> None:
+def test_a_returned_specification_can_be_sent_again(store: ObjectStore, bundle: BundleRecord) -> None:
     spec = message(bundle, config_json='{"lr": 1}', data_resume=2, remainder=2)
     spec.program.hang_after.FromSeconds(90)
     spec.checkpoints.best_metric = "loss"

@@ -56,13 +56,13 @@ def without_a_cpu(executor: Executor) -> None:
 
 
 def test_a_wait_for_tasks_that_never_run_reports_no_progress_and_ends_with_the_cause() -> None:
-    note_progress, began = Touches(), time.monotonic()
+    progress, began = Touches(), time.monotonic()
 
     with pytest.raises(Unavailable, match="no row") as stalled:
-        next(prepared(stream(Dataset(announce, without_a_cpu)), note_progress))
+        next(prepared(stream(Dataset(announce, without_a_cpu)), progress))
 
     assert stalled.value.specific_reason == "PREPARATION_STALLED"
-    assert note_progress.count == 0
+    assert progress.count == 0
     assert time.monotonic() - began > 1.5  # what a start may take
 
 
@@ -80,19 +80,19 @@ class Clock:
 
 
 def test_a_task_that_has_made_something_is_a_sign_though_its_table_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, note_progress = Clock(monkeypatch), Touches()
+    clock, progress = Clock(monkeypatch), Touches()
 
     def work_on(executor: Executor) -> None:
         executor._execution_started = True
         for number in range(8):  # longer than any one wait may take
             clock.passed_s += 0.3
             executor.operator.metrics.num_tasks_finished += 1
-            wait_until(lambda signs=number: note_progress.count > signs, "the sign")  # type: ignore[misc]
+            wait_until(lambda signs=number: progress.count > signs, "the sign")  # type: ignore[misc]
 
-    tables = prepared(stream(Dataset(announce, work_on)), note_progress)
+    tables = prepared(stream(Dataset(announce, work_on)), progress)
 
     assert next(tables) is TABLE
-    assert note_progress.count >= 8
+    assert progress.count >= 8
     assert clock.passed_s > cluster_loader.FIRST_TIMEOUT_S
     tables.close()
 
@@ -108,16 +108,16 @@ def test_after_the_first_table_less_patience_is_enough_and_who_takes_them_may_ta
             yield TABLE
             self.executor.ended.wait(LONG_S)
 
-    clock, note_progress = Clock(monkeypatch), Touches()
-    tables = prepared(stream(TwoTables()), note_progress)
+    clock, progress = Clock(monkeypatch), Touches()
+    tables = prepared(stream(TwoTables()), progress)
     assert next(tables) is TABLE
     clock.passed_s += 0.8
     assert next(tables) is TABLE
-    seen, began = note_progress.count, clock.passed_s
+    seen, began = progress.count, clock.passed_s
     clock.at_each_poll = 0.05
     with pytest.raises(Unavailable):
         next(tables)
-    assert note_progress.count <= seen + 1  # as it began to wait
+    assert progress.count <= seen + 1  # as it began to wait
     assert cluster_loader.NEXT_TIMEOUT_S <= clock.passed_s - began < cluster_loader.FIRST_TIMEOUT_S
 
 

@@ -135,7 +135,7 @@ def test_no_more_is_read_ahead_than_there_is_room_for(committed: Committed, monk
     assert reader.reads == {0: 1, 1: 1, 2: 1}
 
 
-def test_damage_met_ahead_of_time_is_reported_to_who_asks_and_read_anew_after(committed: Committed) -> None:
+def test_damage_met_ahead_of_time_is_reported_to_the_caller_and_read_anew_after(committed: Committed) -> None:
     reader = CountingReader(committed.store, committed.name, broken=1)
     cache, asked = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(5, dtype=np.int64)
 

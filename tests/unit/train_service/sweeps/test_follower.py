@@ -38,7 +38,7 @@ def all_reported(
 
 
 @pytest.mark.parametrize("state", [JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.DELETING])
-def test_what_a_trial_that_is_over_had_reported_is_reported_at_once(place: Place, state: JobState) -> None:
+def test_the_events_of_an_ended_trial_are_reported_at_once(place: Place, state: JobState) -> None:
     place.create()
     place.trials().make(0)
     tell(place, 1, 0.5, 0.75)

@@ -152,7 +152,7 @@ def test_pages_that_forks_share_are_walked_before_they_count(tmp_path: Path) -> 
     assert memory.walks == 1
 
 
-def test_the_watch_reports_once_of_a_leak_that_grows_while_it_looks(tmp_path: Path) -> None:
+def test_the_watch_reports_a_leak_once_though_it_grows(tmp_path: Path) -> None:
     reported: list[MillraceError] = []
     over = threading.Event()
 

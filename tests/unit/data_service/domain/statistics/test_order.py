@@ -184,7 +184,7 @@ def test_the_same_moment_in_every_unit_reads_the_same() -> None:
         assert one.values == [("2024-02-29T12:30:01", 1)]
 
 
-def test_decimals_are_distinguished_beyond_what_floats_can() -> None:
+def test_decimals_are_distinguished_beyond_the_precision_of_floats() -> None:
     close = [decimal.Decimal("12345678901234567.001"), decimal.Decimal("12345678901234567.002")]
     table = pa.table({"d": pa.array(close, pa.decimal128(20, 3))})
     statistics = SplitStatistics(table.schema)
