@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from shared.settings import StoreSettings
 from shared.storage.object_store import ensure_bucket
@@ -34,8 +34,9 @@ os.environ.pop("MILLRACE_TOKEN_FILE", None)
 
 # How long one example takes says more of the machine's other work than of ours. Each run tries the same examples, so
 # that one that fails has a cause in what was changed; others are drawn where a seed asks for them, as for an order.
-settings.register_profile("millrace", deadline=None, derandomize=True)
-settings.register_profile("drawn", deadline=None)
+ANY_TIME: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("millrace", **ANY_TIME, derandomize=True)
+settings.register_profile("drawn", **ANY_TIME)
 settings.load_profile("millrace")
 
 
