@@ -329,7 +329,7 @@ class ReaderProcess:
                 yield answer
             has_ended = True
         except FrameError as error:
-            raise self._refused(f"its bytes spoilt the process that read it: {error}") from None
+            raise self._refused(f"the process that read it sent what it should not: {error}") from None
         except GeneratorExit:
             has_ended = self._stop(call)
             raise
@@ -569,7 +569,7 @@ class _Call:
         return self._file is not None and self._file.is_upload
 
     def original(self, record: dict[str, Any]) -> MillraceError:
-        """Returns the error that the child reports: the very one that this process met, if it is that."""
+        """Returns the error that the child reports: this process's own object if the child only passes it back."""
         if self._error is not None and json.loads(json.dumps(self._error.as_record())) == record:
             return self._error
         return error_from_record(record)

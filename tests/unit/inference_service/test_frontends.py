@@ -1,4 +1,4 @@
-"""What frontend processes tell each other, and what follows from it."""
+"""What frontend processes report to each other, and what follows."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ def test_an_application_that_serve_deletes_is_distinguished_from_one_that_starts
     def seen(status: ApplicationStatus) -> Application:
         running = SimpleNamespace(replica_states={ReplicaState.RUNNING: 2}, message="")
         found = SimpleNamespace(status=status, message="", deployments={"model": running})
-        reported = SimpleNamespace(applications={f"{applications._prefix}d-v1": found, "somebody-else": found})
+        reported = SimpleNamespace(applications={f"{applications._prefix}d-v1": found, "another": found})
         monkeypatch.setattr(serve, "status", lambda: reported)
         (one,) = applications.statuses().items()
         assert one[0] == "d-v1"
