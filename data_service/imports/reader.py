@@ -338,9 +338,11 @@ class ReaderProcess:
             raise error.error from None
         finally:
             self._used_at = time.monotonic()
-            call.close()
-            if not has_ended:
-                self.end()
+            try:
+                call.close()
+            finally:
+                if not has_ended:
+                    self.end()
 
     def _stop(self, call: _Call) -> bool:
         """Has the child stop, and returns whether it did in time."""

@@ -289,7 +289,8 @@ class _Files:
 
 # The most objects that are pickled together: those of a group share their columns and casts, and each travels with all.
 GROUP = 64
-# The most files and bytes that the objects of a group have together, unless one object has more.
+# The most files and bytes that the objects of a group have together, unless one object has more. Of bytes, those that
+# its objects do not share.
 GROUP_FILES, GROUP_BYTES = 2000, 256 * 1024
 
 
@@ -328,11 +329,25 @@ def grouped(items: Sequence[Any]) -> Iterator[tuple[Sequence[Any], bytes, list[i
     while waiting:
         group = waiting.pop()
         data, numbers = dump(group)
-        if (len(numbers) > GROUP_FILES or len(data) > GROUP_BYTES) and len(group) > 1:
-            half = len(group) // 2
-            waiting += [group[half:], group[:half]]
+        fitting = _fitting(group, data, numbers)
+        if fitting < len(group):
+            waiting += [group[begin : begin + fitting] for begin in range(0, len(group), fitting)][::-1]
         else:
             yield group, data, numbers
+
+
+def _fitting(group: Sequence[Any], data: bytes, numbers: Sequence[int]) -> int:
+    """Returns how many of its items a group may have, at least one.
+
+    What all of them share does not count: each item alone has it, too.
+    """
+    others = len(group) - 1
+    fitting = len(group) if len(numbers) <= GROUP_FILES else max(1, len(group) // 2)
+    if others and len(data) > GROUP_BYTES:
+        bytes_of_one = (len(data) - len(dump(group[:1])[0])) / others
+        if bytes_of_one * others > GROUP_BYTES:
+            fitting = min(fitting, max(1, int(GROUP_BYTES / bytes_of_one)))
+    return fitting
 
 
 # --- Calls ---

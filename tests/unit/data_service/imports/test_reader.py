@@ -26,6 +26,7 @@ from data_service.formats import OpenSource, RowSource, interface, open_sources
 from data_service.imports import reader as reader_module
 from data_service.imports.plan import identity_of
 from data_service.imports.reader import ChildRows, leased_reader, open_in_child
+from data_service.imports.reader_child import GROUP, GROUP_BYTES, grouped
 from data_service.settings import ReaderLimits, reader_limits
 from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import Cancelled, InvalidArgument, MillraceError, Unavailable
@@ -432,3 +433,13 @@ def test_a_limit_that_is_none_is_refused_by_its_name(text: str) -> None:
         with pytest.raises(SettingsError, match=f"{name}: '{text}': use a number from"):
             reader_limits({name: text})
     assert reader_limits({"MILLRACE_READER_MEMORY_MIB": "512"}).memory_bytes == 512 << 20
+
+
+def test_objects_travel_in_groups_by_the_bytes_that_they_do_not_share() -> None:
+    shared = bytes(2 * GROUP_BYTES)
+    assert [len(group) for group, _, _ in grouped([(shared, number) for number in range(GROUP + 6)])] == [GROUP, 6]
+    own = [(shared, os.urandom(GROUP_BYTES // 3)) for _ in range(7)]
+    groups = list(grouped(own))
+    assert [one for group, _, _ in groups for one in group] == own
+    assert max(len(group) for group, _, _ in groups) == 2
+    assert [len(group) for group, _, _ in grouped([os.urandom(2 * GROUP_BYTES), b"small"])] == [2]
