@@ -11,6 +11,7 @@ from millrace.train.v1 import code_bundle_pb2, resources_pb2, train_service_pb2_
 from millrace.train.v1 import train_service_pb2 as pb
 from millrace_client import connect, errors
 from millrace_client.calls import Caller
+from millrace_client.train import IMPORTED_TIMEOUT_S
 from tests.support import recorded_servicer
 from tests.support.fake_servicers import BreakingStreams, UnknownJob
 from tests.support.grpc_answers import serving
@@ -94,8 +95,8 @@ def test_a_watch_of_a_suspended_job_has_its_events_and_ends(after: int) -> None:
 @pytest.mark.parametrize(
     ("spec", "timeout_s"),
     [
-        (resources_pb2.TrainingSpec(program=code_bundle_pb2.Program(entry="train:loop")), 240.0),
-        (resources_pb2.TrainingSpec(model=resources_pb2.Model(entry="net:Net")), 240.0),
+        (resources_pb2.TrainingSpec(program=code_bundle_pb2.Program(entry="train:loop")), IMPORTED_TIMEOUT_S),
+        (resources_pb2.TrainingSpec(model=resources_pb2.Model(entry="net:Net")), IMPORTED_TIMEOUT_S),
         (resources_pb2.TrainingSpec(model=resources_pb2.Model(builder="timm.resnet18")), None),
     ],
     ids=["program", "own model", "model"],
