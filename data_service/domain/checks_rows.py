@@ -28,8 +28,8 @@ from data_service.domain.checks import (
     Range,
     Unique,
 )
-from data_service.domain.statistics import byte_slices, tensor_rows
-from data_service.domain.statistics.sketches import hash_words, words_of
+from data_service.domain.statistics import tensor_rows
+from data_service.domain.statistics.sketches import byte_slices, hash_words, words_of
 from shared.errors import FailedPrecondition
 from shared.value_texts import value_shown
 

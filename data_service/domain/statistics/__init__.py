@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -30,11 +29,11 @@ from data_service.domain.statistics.sketches import (
     Sample,
     Weighted,
     byte_counts,
-    hash_bytes,
     hash_words,
     integers_of,
     mix,
     row_hashes,
+    value_hashes,
     words_of,
 )
 from shared.dataset_version.manifest import is_tensor
@@ -211,42 +210,6 @@ def scalar_from_json(record: Mapping[str, Any]) -> Value:
 def _camel(name: str) -> str:
     first, *rest = name.split("_")
     return first + "".join(part.title() for part in rest)
-
-
-# --- Bytes of values ---
-# The bytes of each value of an Arrow array.
-
-# The values' mean size up to which they are copied to be hashed.
-_COPIED_BYTES = 4096
-
-
-def byte_slices(array: pa.Array) -> Iterator[memoryview]:
-    """Yields the values of strings, bytes, and fixed-size bytes, without nulls."""
-    if not len(array):
-        return
-    if kinds.is_fixed_size_binary(array.type):
-        width = array.type.byte_width
-        data = memoryview(array.buffers()[1])
-        for start in range(array.offset * width, (array.offset + len(array)) * width, width):
-            yield data[start : start + width]
-        return
-    is_large = kinds.is_large_string(array.type) or kinds.is_large_binary(array.type)
-    _, offsets, values = array.buffers()
-    places = np.frombuffer(offsets, np.int64 if is_large else np.int32)
-    ends = places[array.offset : array.offset + len(array) + 1].tolist()
-    data = memoryview(values if values is not None else b"")
-    for start, end in pairwise(ends):
-        yield data[start:end]
-
-
-def value_hashes(array: pa.Array) -> Hashes:
-    """Hashes the values of strings, bytes, and fixed-size bytes, without nulls."""
-    # Arrow makes `bytes` of small values in half the time that views of them take.
-    if array.nbytes > _COPIED_BYTES * len(array):
-        return hash_bytes(byte_slices(array))
-    is_text = kinds.is_string(array.type) or kinds.is_large_string(array.type)
-    large = pa.large_binary() if kinds.is_large_string(array.type) else pa.binary()
-    return hash_bytes((array.cast(large) if is_text else array).to_pylist())
 
 
 # --- Every column ---

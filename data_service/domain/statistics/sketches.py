@@ -6,9 +6,10 @@ None depends on the order in which values were seen or on how they were grouped,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,39 @@ def hash_words(words: npt.NDArray[np.uint64]) -> Hashes:
 def hash_bytes(values: Iterable[bytes | memoryview]) -> Hashes:
     """Returns XXH3 of each value's bytes."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, values), np.uint64)
+
+
+# The values' mean size up to which they are copied to be hashed.
+_COPIED_BYTES = 4096
+
+
+def byte_slices(array: pa.Array) -> Iterator[memoryview]:
+    """Yields the values of strings, bytes, and fixed-size bytes, without nulls."""
+    if not len(array):
+        return
+    if kinds.is_fixed_size_binary(array.type):
+        width = array.type.byte_width
+        data = memoryview(array.buffers()[1])
+        for start in range(array.offset * width, (array.offset + len(array)) * width, width):
+            yield data[start : start + width]
+        return
+    is_large = kinds.is_large_string(array.type) or kinds.is_large_binary(array.type)
+    _, offsets, values = array.buffers()
+    places = np.frombuffer(offsets, np.int64 if is_large else np.int32)
+    ends = places[array.offset : array.offset + len(array) + 1].tolist()
+    data = memoryview(values if values is not None else b"")
+    for start, end in pairwise(ends):
+        yield data[start:end]
+
+
+def value_hashes(array: pa.Array) -> Hashes:
+    """Hashes the values of strings, bytes, and fixed-size bytes, without nulls."""
+    # Arrow makes `bytes` of small values in half the time that views of them take.
+    if array.nbytes > _COPIED_BYTES * len(array):
+        return hash_bytes(byte_slices(array))
+    is_text = kinds.is_string(array.type) or kinds.is_large_string(array.type)
+    large = pa.large_binary() if kinds.is_large_string(array.type) else pa.binary()
+    return hash_bytes((array.cast(large) if is_text else array).to_pylist())
 
 
 # --- Moments ---
