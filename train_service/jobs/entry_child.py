@@ -206,7 +206,9 @@ def _watch(pid: int, reading: int, question: dict[str, Any], isolated: bool) -> 
         status = _reap(pid)
         answer = _read_on(reading, answer)
         if status is not None:
-            return _answered(answer, status, *_named(question))
+            # The kernel ends a process behind its limit of CPU time, perhaps before this watch sees the excess.
+            over = _over(question, [], _cpu_s([]), 0.0) if status else ""
+            return {"problem": over} if over else _answered(answer, status, *_named(question))
         now = time.monotonic()
         processes = _below(os.getpid())
         cpu_s = _cpu_s(processes)
@@ -294,9 +296,14 @@ def _answered(answer: bytes, status: int, subject: str, done: str) -> dict[str, 
         kept = {key: record[key] for key in ("field", "facts") if key in record}
         return {"problem": str(record["problem"])[: 4 * MAX_TEXT], **kept}
     except (ValueError, TypeError, KeyError):
-        code = os.waitstatus_to_exitcode(status)
-        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
+        how = _name_end(os.waitstatus_to_exitcode(status))
         return {"problem": f"{subject} ended the process that {done} {'it' if done == 'imported' else 'them'}, {how}"}
+
+
+def _name_end(code: int) -> str:
+    """Return how a process ended. The first process of namespaces exits with 128 + the signal that ended its child."""
+    number = -code if code < 0 else code - 128
+    return f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"with exit status {code}"
 
 
 def _over(question: dict[str, Any], processes: list[tuple[int, int, float]], cpu_s: float, idle_s: float) -> str:

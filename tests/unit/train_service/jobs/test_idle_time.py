@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,9 +94,16 @@ Watch = Callable[..., dict[str, Any]]
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
     """Watches processes that are listed as in `polls`, a second apart, and idle. `statuses` are those of each reap."""
     reading, writing = os.pipe()
-    os.write(writing, GOOD)
 
-    def watched(polls: list[list[int]], statuses: list[int | None], *, isolated: bool = True) -> dict[str, Any]:
+    def watched(
+        polls: list[list[int]],
+        statuses: list[int | None],
+        *,
+        isolated: bool = True,
+        cpu_s: float = 0.0,
+        answer: bytes = GOOD,
+    ) -> dict[str, Any]:
+        os.write(writing, answer)
         clock, listed, reaped = [0.0], iter(polls), iter(statuses)
 
         def sleep(_: float) -> None:
@@ -104,7 +112,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
         monkeypatch.setattr(entry_child, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
         monkeypatch.setattr(entry_child, "_reap", lambda _: next(reaped))
         monkeypatch.setattr(entry_child, "_below", lambda _: [(pid, 0, 0.0) for pid in next(listed)])
-        monkeypatch.setattr(entry_child, "_cpu_s", lambda _: 0.0)
+        monkeypatch.setattr(entry_child, "_cpu_s", lambda below: 0.0 if below else cpu_s)
         monkeypatch.setattr(entry_child, "_waits_for_cpu", lambda *_: ({}, False))
         return entry_child._watch(FIRST, reading, QUESTION, isolated)
 
@@ -126,3 +134,21 @@ def test_the_waiting_of_the_users_process_counts(watch: Watch, isolated: bool) -
 def test_a_module_that_has_ended_since_is_answered_and_not_refused(watch: Watch) -> None:
     assert watch([[FIRST, IMPORTING]] * 4, [None] * 4 + [0])["problem"] == ""
     assert "waits for more" in watch([[FIRST, IMPORTING]] * 4, [None] * 4 + [9])["problem"]
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_process_that_the_kernel_ends_at_its_limit_of_cpu_time_is_refused_for_that(
+    watch: Watch, isolated: bool
+) -> None:
+    killed = (128 + signal.SIGKILL) << 8 if isolated else signal.SIGKILL
+    problem = watch([[FIRST, IMPORTING]], [None, killed], isolated=isolated, cpu_s=61.0, answer=b"")["problem"]
+    assert problem == "its module takes more than 60 s of CPU time when it is imported"
+
+
+@pytest.mark.parametrize("status", [signal.SIGSEGV, (128 + signal.SIGSEGV) << 8])
+def test_a_signal_that_ends_the_users_process_is_named(watch: Watch, status: int) -> None:
+    assert watch([[FIRST, IMPORTING]], [None, status], answer=b"")["problem"].endswith("imported it, by SIGSEGV")
+
+
+def test_an_exit_status_of_the_users_process_is_named(watch: Watch) -> None:
+    assert watch([[FIRST, IMPORTING]], [None, 3 << 8], answer=b"")["problem"].endswith("it, with exit status 3")
