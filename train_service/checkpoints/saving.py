@@ -21,14 +21,13 @@ from shared.errors import STORE_OUTAGES, DataLoss, Internal
 from shared.model_spec import STANDARD
 from shared.storage import ObjectStore
 from train_service.checkpoints.coverage import CoverageChain, Taken, gather, orphans
+from train_service.checkpoints.fine_tuning import kept_scaling, load_initial
 from train_service.checkpoints.tensor_files import NotByRows, restore_shards
 from train_service.checkpoints.writing_and_restoring import (
     BackgroundWriter,
     CheckpointWriter,
     ShardWriter,
     as_message,
-    kept_scaling,
-    load_initial,
     new_folder,
     newest_good,
     restore,

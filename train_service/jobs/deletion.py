@@ -41,7 +41,7 @@ from shared.jobs.registry import condemned, remove_objects, undone, while_deleti
 from shared.jobs.transitions import check_etag, confirm_delete, request_delete
 from shared.reference_markers import markers
 from shared.storage import ObjectStore
-from train_service.checkpoints.writing_and_restoring import FIELD
+from train_service.checkpoints.fine_tuning import FIELD
 from train_service.domain.spec import TrainingSpec
 from train_service.records.event_log import TRAIN_KIND, gather_ended
 

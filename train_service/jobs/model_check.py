@@ -7,11 +7,7 @@ The first call imports torch and torchvision, which takes seconds.
 A separate process tries whether FSDP can shard a model. torch shards only within a process group, of which a process
 has one by default, and a service that answers several calls must not have one.
 
-Building and trying a model has a limit. The model's size costs no memory on the meta device, so the limit is on the
-time that it takes.
-
-Only the builder knows how many layers it makes of its arguments. But each layer is made by calls of torch, so the limit
-counts these calls. It stops a builder that requests too many layers at its next call, however its arguments are named.
+Building and trying a model has a limit: `trial_limit`.
 """
 
 from __future__ import annotations
@@ -20,12 +16,9 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-
-from torch.overrides import TorchFunctionMode
 
 from shared.errors import InvalidArgument, ResourceExhausted, first_line, invalid_field
 from shared.model_spec import ModelSpec
@@ -67,6 +60,8 @@ def check_model(spec: TrainingSpec, model_input: TensorSpec, total_steps: int = 
 def check_outputs(spec: TrainingSpec, model_input: TensorSpec) -> nn.Module:
     """Return the model, on the meta device. Raises as `check_model` does."""
     import torch
+
+    from train_service.jobs.trial_limit import TooLarge, TrialLimit
 
     import_builder(spec.model.builder, "spec.model.builder")
     limit = TrialLimit()
@@ -251,57 +246,3 @@ def sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
     except ShardingError as error:
         return str(error)
     return ""
-
-
-# --- Limit ---
-
-# Seven times the calls of torchvision's largest model, efficientnet_v2_l; they take some seconds.
-MAX_CALLS = 100_000
-# For slow calls: a limit on CPU time, because wall time on a busy machine says nothing about the model.
-TRIAL_LIMIT_S = 30.0
-# A client waits for the answer.
-WALL_LIMIT_S = 300.0
-
-
-class TooLarge(Exception):
-    """The model is too large to be built."""
-
-
-class OutOfTime(Exception):
-    """The model was not built in time. The machine may be busy."""
-
-
-class TrialLimit(TorchFunctionMode):
-    """A context in which calls of torch are limited.
-
-    Only calls by this thread count.
-
-    A call raises `TooLarge` after too many calls, and `OutOfTime` if there was no time for them. Builders may catch the
-    error, so `out_of_time` records it, too.
-
-    Import the builder's modules first: imports cost time, but are no part of the model.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._calls = 0
-        self._end = time.thread_time() + TRIAL_LIMIT_S
-        self._wall_end = time.monotonic() + WALL_LIMIT_S
-        self.out_of_time = False
-
-    def __torch_function__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        self._calls += 1
-        if self._calls > MAX_CALLS:
-            raise TooLarge(f"the model is too large: its layers take more than {MAX_CALLS:,} calls of torch")
-        if time.monotonic() > self._wall_end:
-            self.out_of_time = True
-            raise OutOfTime
-        if time.thread_time() > self._end:
-            raise TooLarge(f"the model is too large: its layers took more than {TRIAL_LIMIT_S:g} s to be made")
-        return function(*args, **(kwargs or {}))

@@ -33,8 +33,8 @@ from shared.code_packing import MAX_BUNDLE_BYTES, unpack
 from shared.errors import InvalidArgument, ResourceExhausted, Unavailable, invalid_field
 from shared.settings import OwnCode
 from shared.storage import ObjectStore
-from train_service.checkpoints.writing_and_restoring import FIELD as INITIAL_FIELD
-from train_service.checkpoints.writing_and_restoring import check_name, weight_shapes
+from train_service.checkpoints.fine_tuning import FIELD as INITIAL_FIELD
+from train_service.checkpoints.fine_tuning import check_name, weight_shapes
 from train_service.domain import spec_rules
 from train_service.domain.spec import OWN, SCRIPT_SUFFIX, OwnModelFacts, TrainingSpec, settled
 from train_service.jobs.model_check import check_loss, check_names, check_parallel, check_stopping

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from shared.code_bundle_registry import adopt_code, line_in_code
 from shared.errors import InvalidArgument, MillraceError, first_line, invalid_field
 from shared.models import build_model, own_method
+from train_service.checkpoints.fine_tuning import fit
 from train_service.checkpoints.tensor_files import take_apart
-from train_service.checkpoints.writing_and_restoring import fit
 from train_service.domain.spec import FSDP, OWN, REGRESSION, OwnModelFacts, TrainingSpec, settled
 from train_service.jobs.model_check import sharding_problem
 from train_service.learning.losses import build_loss, total_of

@@ -52,7 +52,7 @@ from shared.transforms import Pipeline, ScalarType, TensorSpec, TensorType, sche
 from shared.transforms.batch import ColumnType
 from shared.transforms.steps.custom import functions_in_children
 from train_service.attempt.outcomes import report_lost
-from train_service.checkpoints.writing_and_restoring import FIELD, check_fits, check_name, check_scaling
+from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
 from train_service.domain import suggesting as known
 from train_service.domain.capacity import (
     ClusterUse,

@@ -13,7 +13,8 @@ from shared.checkpoint.format import MANIFEST, OPTIMIZER, WEIGHTS, sha256
 from shared.errors import Unavailable
 from shared.storage import ObjectStore
 from tests.support.snapshots import CONTENT, JOB, RANKING, entries, load, policy, save, save_one, trained
-from train_service.checkpoints.writing_and_restoring import CheckpointWriter, newest_good, retain
+from train_service.checkpoints.retention import retain
+from train_service.checkpoints.writing_and_restoring import CheckpointWriter, newest_good
 
 Damage = Callable[[ObjectStore, CheckpointEntry], None]
 PATHS = [WEIGHTS, OPTIMIZER, MANIFEST]

@@ -21,7 +21,8 @@ from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import events, new_job, run_of
-from train_service.checkpoints.writing_and_restoring import CheckpointWriter, check_fits, fit, load_initial
+from train_service.checkpoints.fine_tuning import check_fits, fit, load_initial
+from train_service.checkpoints.writing_and_restoring import CheckpointWriter
 from train_service.domain.spec import FSDP, TrainingSpec
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.learning.ranks import Ranks

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.checkpoint import Ranking
-from train_service.checkpoints.writing_and_restoring import Saved, outlived
+from train_service.checkpoints.retention import Saved, outlived
 
 LOSS = Ranking("validation_loss", maximize=False)
 

@@ -32,7 +32,7 @@ from shared.storage import ObjectStore
 from tests.support.train_server import commanded, with_client
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
-from train_service.checkpoints.writing_and_restoring import load_initial
+from train_service.checkpoints.fine_tuning import load_initial
 from train_service.jobs import checkpoint_import
 from train_service.jobs.weights_child import read_weights
 

@@ -28,7 +28,7 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from train_service.domain.spec import TrainingSpec
-from train_service.jobs import model_check, training_jobs
+from train_service.jobs import training_jobs, trial_limit
 from train_service.jobs.deletion import Deletions, using_inputs
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records.event_log import TRAIN_KIND
@@ -182,7 +182,7 @@ def test_a_call_is_answered_while_another_asks_for_a_model_without_end(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Both as much as they are, a busy machine is not done with the first while the second waits for it.
-    monkeypatch.setattr(model_check, "MAX_CALLS", 10_000)
+    monkeypatch.setattr(trial_limit, "MAX_CALLS", 10_000)
     monkeypatch.setattr(training_jobs, "CHECK_WAIT_S", 500.0)
     jobs = TrainingJobs(store)
     endless = replace(

@@ -25,7 +25,7 @@ from tests.support.transforming import commit_tables
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.learners import NUMBERS, VERSION, WIDTH, batch, learner, vectors
 from tests.unit.train_service.worker.test_loop import entries, events, lose_and_begin, new_job, run_of
-from train_service.checkpoints.writing_and_restoring import check_scaling
+from train_service.checkpoints.fine_tuning import check_scaling
 from train_service.domain.spec import FSDP, CheckpointPolicy, OptimizerSpec, Placement, TrainingSpec
 from train_service.domain.spec_rules import check
 from train_service.learning.ranks import Ranks

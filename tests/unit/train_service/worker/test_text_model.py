@@ -32,7 +32,7 @@ from tests.support.train_server import with_client
 from tests.support.transforming import commit_tables, transform_here
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import entries, lose_and_begin, new_job, run_of, saved
-from train_service.checkpoints.writing_and_restoring import check_fits
+from train_service.checkpoints.fine_tuning import check_fits
 from train_service.convert_specs import spec_from_proto
 from train_service.domain.spec import DDP, FSDP, LossSpec, OptimizerSpec, Placement, TrainingSpec
 from train_service.jobs.model_check import check_model
