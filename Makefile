@@ -152,8 +152,9 @@ retest: install ## the tests that failed last, alone
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest --last-failed --last-failed-no-failures none
 
 .PHONY: long chaos
-long: install ## whole runs of a minute or more each: suspended, resumed, swept, rolled back, scaled, under traffic
-	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m long --durations 0
+long: install ## whole runs of a minute or more each: suspended, resumed, swept, rolled back, scaled; all examples of property tests
+	@result=0; $(PYTEST) -m long --durations 0 || result=$$?; \
+	$(PYTEST) -m "hypothesis and not long" --hypothesis-profile=thorough || result=$$?; exit $$result
 chaos: install ## the long fault tests: whole runs under blow after blow, Ray heads killed and replaced; a table of all blows
 	MILLRACE_CACHE="$(CACHE)" $(BIN)/pytest -m chaos
 

@@ -34,8 +34,10 @@ os.environ.pop("MILLRACE_TOKEN_FILE", None)
 
 # How long one example takes says more of the machine's other work than of ours. Each run tries the same examples, so
 # that one that fails has a cause in what was changed; others are drawn where a seed asks for them, as for an order.
+# `make test` tries two fifths of Hypothesis's hundred, `make long` all of them. A test that needs a number names it.
 ANY_TIME: Any = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("millrace", **ANY_TIME, derandomize=True)
+settings.register_profile("millrace", **ANY_TIME, derandomize=True, max_examples=40)
+settings.register_profile("thorough", **ANY_TIME, derandomize=True)
 settings.register_profile("drawn", **ANY_TIME)
 settings.load_profile("millrace")
 
