@@ -32,7 +32,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -355,9 +355,14 @@ class KeptPass:
 
     @cached_property
     def _digest(self) -> str:
-        versions = {name: metadata.version(name) for name in ("millrace", "numpy", "pyarrow")}
-        text = json.dumps([self.name, self.depends_on, versions], sort_keys=True)
+        text = json.dumps([self.name, self.depends_on, _library_versions()], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _library_versions() -> dict[str, str]:
+    """Each part's task asks for them, and reading them from files takes milliseconds."""
+    return {name: metadata.version(name) for name in ("millrace", "numpy", "pyarrow")}
 
 
 def no_files(_: object) -> Sequence[str]:
