@@ -79,6 +79,11 @@ FULL_RETRY_S = 30.0
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
+def new_folder(context: AttemptContext) -> str:
+    """Returns a folder of the attempt's own; later attempts delete it."""
+    return f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
+
+
 @contextmanager
 def attempt_folder(context: AttemptContext, *, keeps_parts: bool = False) -> Iterator[tuple[str, Path]]:
     """Provides the attempt's folder in the store, and a local scratch folder that is deleted afterwards.
@@ -90,7 +95,7 @@ def attempt_folder(context: AttemptContext, *, keeps_parts: bool = False) -> Ite
     copies. If it is lost itself, its folder stays for the next attempt. If none follows, the sweeper deletes the folder
     once the job has ended.
     """
-    folder = f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
+    folder = new_folder(context)
     try:
         if keeps_parts:
             _take_over_parts(context, folder)

@@ -46,7 +46,7 @@ from data_service.imports.work import (
 )
 from data_service.parallel import PartRunner, Passes, run_on_ray
 from data_service.storage.source_files import SourceFiles, s3_of
-from data_service.version_attempt import PINS, KeptPass, at_once, attempt_folder, columns_of, commit_version
+from data_service.version_attempt import PINS, KeptPass, at_once, attempt_folder, columns_of, commit_version, new_folder
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import QUARANTINE, DataFile, Parent, sha256_hex
 from shared.dataset_version.version import IMPORT_KIND, read_report
@@ -100,7 +100,7 @@ class _Opened:
             self.files,
             {column_type.column: column_type.arrow_type for column_type in spec.column_types},
             spec.partitioning,
-            OrderedUnits(context, run_parts),
+            OrderedUnits(context, run_parts, lambda: self.files.kept_pins(new_folder(context))),
             on_wait=context.raise_if_stopped,
         )
         columns = CommonColumns(kept, sources, nan_as_null=spec.nan_as_null)

@@ -6,7 +6,7 @@ import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -404,17 +404,27 @@ class OrderedUnits:
     """Works on units in tasks, before there are parts; a `UnitRunner`.
 
     A lost attempt leaves nothing of it: only results of parts are kept. A result that waits for an earlier one waits as
-    bytes: its objects, a few for each column, take several times the memory.
+    bytes: its objects, a few for each column, take several times the memory. `keeping` is entered for each pass, to
+    have in the store what units would otherwise carry.
     """
 
-    def __init__(self, context: AttemptContext, run_parts: PartRunner) -> None:
+    def __init__(
+        self,
+        context: AttemptContext,
+        run_parts: PartRunner,
+        keeping: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._context = context
         self._run_parts = GuardedRunner(run_parts)
+        self._keeping = keeping
 
     def __call__(self, work: Callable[[ScanUnit], Item], units: Sequence[ScanUnit]) -> Iterator[Item]:
         results: dict[int, bytes | PartFailed] = {}
         following = 0
-        with closing(self._run_parts(self._context, "", Pickled(work), units, foreign_code=False)) as running:
+        with (
+            self._keeping(),
+            closing(self._run_parts(self._context, "", Pickled(work), units, foreign_code=False)) as running,
+        ):
             for unit, result in running:
                 results[unit.number] = result
                 while following in results:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePosixPath
@@ -32,7 +33,7 @@ from data_service.domain.import_spec import (
 from data_service.storage.local_files import LocalFiles, size_and_time_of
 from data_service.storage.s3_objects import S3Objects, has_size_and_time
 from data_service.uploads.upload import PinnedBlocks, UploadState, get_upload, open_upload, verify
-from shared.errors import InvalidArgument, invalid_field
+from shared.errors import STORE_OUTAGES, InvalidArgument, invalid_field
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 
@@ -137,6 +138,20 @@ class SourceFiles:
         for number, pins in enumerate(self._pins):
             assert self._stores.store is not None  # no upload is opened without
             pins.keep(self._stores.store, f"{folder}/{number}")
+
+    @contextmanager
+    def kept_pins(self, folder: str) -> Iterator[None]:
+        """Keeps the pins of the uploads that are open so far below `folder`, until the body ends."""
+        self.keep_pins(folder)
+        try:
+            yield
+        finally:
+            for pins in self._pins:
+                pins.forget_kept()
+            if self._pins:
+                assert self._stores.store is not None
+                with suppress(*STORE_OUTAGES):  # the sweeper deletes it with the folders of the job's attempts
+                    self._stores.store.delete_folder(folder)
 
     def find(self, field: str, uri: str) -> SourceFile:
         """Returns the one named file.

@@ -342,6 +342,10 @@ class PinnedBlocks:
         store.put(key, data)
         self._kept = key, hashlib.sha256(data).hexdigest()
 
+    def forget_kept(self) -> None:
+        """Has the pins travel again: the object that `keep` wrote is about to go."""
+        self._kept = None
+
     def found(self, store: ObjectStore) -> PinnedBlocks:
         """Returns these pins, or those that are kept in the store. Raises `DataLoss` and `Unavailable`."""
         if self._known or self._kept is None:

@@ -707,6 +707,38 @@ def test_the_pins_of_an_upload_are_in_the_store_while_its_parts_are_read(
     assert not [info.key for info in store.list(f"{job.name}/data") if "/pins/" in info.key]
 
 
+def test_the_units_of_a_scan_travel_without_the_pins_of_their_upload(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = 200
+    monkeypatch.setattr(upload, "FEW_BLOCKS", 10)
+    monkeypatch.setattr(interface, "PART_BYTES", 1000)
+    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(interface, "LARGE_BYTES", 1000)
+    data = b"n\n" + b"".join(b"%d\n" % n for n in range(1000, 2000))
+    name = committed(uploads_of(store), data, chunk_bytes=-(-len(data) // chunks))
+    sizes: list[int] = []
+
+    class Sending(Parts):
+        def __call__(self, context: AttemptContext, folder: str, *arguments: Any, **options: Any) -> Any:
+            work, parts = arguments
+            pickled = [cloudpickle.dumps(part) for part in parts]  # type: ignore[no-untyped-call]
+            if isinstance(work.work, Pickled):
+                sizes.extend(map(len, pickled))
+            sent = [pickle.loads(one) for one in pickled]
+            return super().__call__(context, folder, work, sent, **options)
+
+    source, runner = Source(split="train", format="csv", uris={"csv.uri": name}), Sending()
+    job = run(store, tmp_path, "v1", spec_of([source], column_types=[]), runner)
+    assert (job.state, job.error) == (JobState.SUCCEEDED, None)
+    assert [kind for kind, _ in runner.passes] == ["ScanInChild", "WritePart"]
+    assert sorted(n for n, _ in numbers(store, job.name)["train"]) == list(range(1000, 2000))
+    # A pin takes 100 bytes and more.
+    assert max(sizes) < 50 * chunks
+    assert len(list(store.folders(f"{job.name}/data"))) == 1, "the folder of the scan stays"
+    assert not [info.key for info in store.list(f"{job.name}/data") if "/pins/" in info.key]
+
+
 def test_rows_of_a_base_are_parts_too(store: ObjectStore, tmp_path: Path) -> None:
     # A version has one successor, so each import appends to a base of its own.
     first, same = (run_in_one_process(store, tmp_path, name, SPECS["bad rows"](tmp_path)) for name in ("v1", "w1"))
