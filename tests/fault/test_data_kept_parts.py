@@ -49,14 +49,18 @@ class Cluster:
     nodes: list[tuple[RayNode, ExitStack]] = field(default_factory=list)
     started: int = 0
 
-    def add_node(self) -> None:
+    def add_node(self, num_cpus: int = 1) -> None:
         stack, self.started = ExitStack(), self.started + 1
-        self.nodes.append((stack.enter_context(ray_node(self.place.head, f"node-{self.started}")), stack))
+        node = stack.enter_context(ray_node(self.place.head, f"node-{self.started}", num_cpus=num_cpus))
+        self.nodes.append((node, stack))
 
-    def replace_node(self) -> None:
+    def remove_node(self) -> None:
         node, stack = self.nodes.pop(0)
         node.kill()
         stack.close()
+
+    def replace_node(self) -> None:
+        self.remove_node()
         self.add_node()
 
     def processes(self, title: str) -> list[int]:

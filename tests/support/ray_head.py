@@ -216,6 +216,9 @@ def _start_node(folder: Path, head: RayHead, name: str, num_cpus: int, num_gpus:
         "labels": f"name={name}",
         "dashboard-agent-listen-port": agent_port,
     }
+    for _ in range(STARTS - 1):
+        with suppress(RuntimeError):
+            return RayNode(_ray_start(folder, ["-c", JOIN_ON_LOOPBACK], [], options, {}), folder)
     return RayNode(_ray_start(folder, ["-c", JOIN_ON_LOOPBACK], [], options, {}), folder)
 
 
