@@ -165,6 +165,7 @@ def check_copies(check: Check) -> str:
     copied = DeviceBatches(spec, check.device, ahead=2).batches(one for one in batches)
     for batch, moved in zip(batches, copied, strict=True):
         work()
+        assert isinstance(moved.device_inputs, torch.Tensor)
         if not np.array_equal(moved.device_inputs.cpu().numpy(), batch.inputs):
             raise CheckFailed("a batch on the device is not the batch that was copied")
     times: dict[str, list[float]] = {"plain": [], "ahead": []}

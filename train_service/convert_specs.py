@@ -80,7 +80,12 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
             "spec.model", None, "name a builder, e.g. torchvision.resnet18, or an entry of your own code"
         )
     is_own = bool(spec.model.entry)
-    input_column = spec.input_column or "image"
+    if spec.input_column and spec.input_columns:
+        raise invalid_field(
+            "spec.input_column", spec.input_column, "spec.input_columns is set, too; leave one of both out"
+        )
+    # With several inputs, steps must name their column.
+    input_column = "" if spec.input_columns else spec.input_column or "image"
     pipeline = Pipeline.from_proto(spec.transform, input_column, "spec.transform", custom_allowed)
     builder = spec.model.builder
     task = _name(resources_pb2.TrainingSpec.Task, spec.task, "TASK_", default_task(builder))
@@ -91,6 +96,7 @@ def spec_from_proto(spec: resources_pb2.TrainingSpec, custom_allowed: Collection
         train_split=spec.train_split or "train",
         validation_split=spec.validation_split,
         input_column=input_column,
+        input_columns=tuple(spec.input_columns),
         label_column=spec.label_column or default_label_column(builder),
         transform=pipeline.config,
         task=task,
@@ -221,6 +227,7 @@ def spec_to_proto(spec: TrainingSpec) -> resources_pb2.TrainingSpec:
         train_split=spec.train_split,
         validation_split=spec.validation_split,
         input_column=spec.input_column,
+        input_columns=spec.input_columns,
         label_column=spec.label_column,
         task=f"TASK_{spec.task}",
         model=resources_pb2.Model(

@@ -31,6 +31,7 @@ from shared.storage import ObjectStore
 from shared.transforms import TensorType
 from shared.transforms.batch import ColumnType, Schema, Step, arrow_schema, schema_of_columns
 from shared.transforms.pipeline import Pipeline
+from shared.transforms.records import ModelInput
 from shared.transforms.steps.custom import functions_in_children
 from shared.transforms.steps.fitted import OneHotEncode
 from shared.transforms.steps.images import image_columns
@@ -123,7 +124,7 @@ KEEP_VALUES = ("select", "drop", "filter")
 
 @dataclass(frozen=True)
 class Preparation:
-    """The preparation of rows of a version to the model's `input_column`, float32 (B, *shape).
+    """The preparation of rows of a version to the model's input, as `row` describes it.
 
     `reads` are the version's columns that it needs, `images` those with images to decode, and `floats` the float
     columns, whose NaN are handled by `nans`. `is_complete` says whether the input may have a NaN or an infinity.
@@ -133,7 +134,7 @@ class Preparation:
     steps: Pipeline
     reads: list[str]
     images: list[str]
-    input_column: str
+    row: ModelInput
     nans: NanReading
     floats: list[str]
     is_complete: bool
@@ -148,17 +149,17 @@ def preparation(content: CheckpointContent, source: Manifest, source_name: str) 
     chain = chained(content.transforms).steps
     begin = _place_behind(chain, chained(source.transforms).steps, source_name)
     before = Pipeline(chain[:begin], field=CHAIN).output(content.ingested_schema)
-    steps = Pipeline(chain[begin:], field=CHAIN).serving([content.input_column], before)
-    reads = steps.reads([content.input_column], before)
+    steps = Pipeline(chain[begin:], field=CHAIN).serving(content.inputs, before)
+    reads = steps.reads(content.inputs, before)
     given = {name: before[name] for name in reads}
     _check_columns(given, schema_of_columns(source.columns), source_name)
-    _check_input(steps.output(before)[content.input_column], content)
+    row = _checked_input(steps.output(before), content)
     images = image_columns(steps.steps, given)
     return Preparation(
         steps,
         reads,
         images,
-        content.input_column,
+        row,
         nans=nan_reading(content, steps.steps, given, gone=chain[:begin]),
         floats=float_columns(given),
         is_complete=may_be_non_finite(given, images),
@@ -214,14 +215,15 @@ def _same(column_type: ColumnType, wanted: ColumnType) -> bool:
     return bool(column_type.arrow_type == wanted.arrow_type)
 
 
-def _check_input(column_type: ColumnType, content: CheckpointContent) -> None:
-    if not isinstance(column_type, TensorType) or column_type.dtype != "float32" or None in column_type.shape:
+def _checked_input(made: Schema, content: CheckpointContent) -> ModelInput:
+    row = content.model_input(made)
+    if row is None:
+        columns = ", ".join(f"{made[name]} of column {name!r}" for name in content.inputs)
+        wanted = "numbers of fixed shapes" if content.input_columns else "float32 of a fixed shape"
         raise FailedPrecondition(
-            f"the steps of {content.training_job} make {column_type} of column {content.input_column!r}, not "
-            "float32 of a "
-            "fixed shape",
-            reason="MODEL_DOES_NOT_LOAD",
+            f"the steps of {content.training_job} make {columns}, not {wanted}", reason="MODEL_DOES_NOT_LOAD"
         )
+    return row
 
 
 # --- Columns of predictions ---

@@ -70,6 +70,7 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import Batch, RowError, TensorType, batch_of
 from shared.transforms.batch import ColumnType, Schema, schema_of_columns
+from shared.transforms.records import model_input
 
 if TYPE_CHECKING:
     from shared.models.loaded import LoadedModel
@@ -314,7 +315,7 @@ class Preparer:
         steps, nans = preparation.steps, preparation.nans
         read = nans.nulls_for_nans({name: batch[name] for name in preparation.reads})
         with ended_in_time(steps.steps):
-            made: Array = steps(read)[preparation.input_column]
+            made: Array = model_input(steps(read), preparation.row, CHAIN)
         if not preparation.is_complete:
             return made, {}
         bad = nans.bad_rows(made, preparation.reads, lambda: {name: read[name] for name in preparation.floats})

@@ -580,7 +580,7 @@ def holdout_rows(store: ObjectStore, version: str, split: str, most: int, signat
 def _form(version: str, schema: dict[str, ColumnType], signature: Signature) -> tuple[str, tuple[TensorSpec, ...]]:
     if all(_is(schema, spec) for spec in signature.raw):
         return RAW, signature.raw
-    if _is(schema, signature.prepared):
+    if signature.prepared is not None and _is(schema, signature.prepared):
         return PREPARED, (signature.prepared,)
     wanted = ", ".join(f"{spec.name} {spec}" for spec in signature.raw)
     raise FailedPrecondition(

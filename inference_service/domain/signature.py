@@ -445,8 +445,8 @@ class Signature:
     """The inputs and outputs of a model.
 
     `raw` is the row form as ingested: a tensor for each column of the model's input. `prepared` is the other form: the
-    model's input itself. Metadata lists the raw form only, since the prepared form is for clients that do the
-    preprocessing themselves.
+    model's input itself; None for a model of several inputs, which takes raw rows only. Metadata lists the raw form
+    only, since the prepared form is for clients that do the preprocessing themselves.
 
     The protocol's tensors have no nulls. So a request may send, with a nullable tensor, a BOOL tensor of shape [rows]
     with the same name plus `NULLS`: true where the row is null. Without it, no row is null. The replica decides what
@@ -454,7 +454,7 @@ class Signature:
     """
 
     raw: tuple[TensorSpec, ...]
-    prepared: TensorSpec
+    prepared: TensorSpec | None
     outputs: tuple[TensorSpec, ...]
 
     def as_record(self) -> dict[str, Any]:
@@ -464,7 +464,7 @@ class Signature:
     def from_record(record: Mapping[str, Any]) -> Signature:
         return Signature(
             tuple(_spec(given) for given in record["raw"]),
-            _spec(record["prepared"]),
+            None if record["prepared"] is None else _spec(record["prepared"]),
             tuple(_spec(output) for output in record["outputs"]),
         )
 
@@ -472,6 +472,10 @@ class Signature:
     def by_name(self) -> dict[str, TensorSpec]:
         """The tensors of raw rows."""
         return {spec.name: spec for spec in self.raw}
+
+    @property
+    def prepared_name(self) -> str | None:
+        return None if self.prepared is None else self.prepared.name
 
     @cached_property
     def null_flags(self) -> dict[str, TensorSpec]:
@@ -555,7 +559,7 @@ def _fitted(
     for tensor in tensors:
         if tensor.name in given:
             raise invalid_field(f"{tensor.field}.name", tensor.name[:MAX_SHOWN_NAME], "this tensor is given twice")
-        if tensor.name not in wanted and tensor.name not in flags and tensor.name != signature.prepared.name:
+        if tensor.name not in wanted and tensor.name not in flags and tensor.name != signature.prepared_name:
             raise invalid_field(f"{tensor.field}.name", tensor.name[:MAX_SHOWN_NAME], _inputs(signature))
         given[tensor.name] = tensor
     if not given:
@@ -579,7 +583,7 @@ def _fitted(
 def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
     """Returns whether the rows are prepared; a tensor that fits both forms is raw."""
     prepared = signature.prepared
-    if list(given) != [prepared.name]:
+    if prepared is None or list(given) != [prepared.name]:
         return False
     tensor = given[prepared.name]
     namesakes = [spec for spec in signature.raw if spec.name == tensor.name]
@@ -615,7 +619,7 @@ def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -
 def _misfit(signature: Signature, spec: TensorSpec, tensor: WireTensor) -> InvalidArgument:
     """Returns the error for a tensor that should match `spec`."""
     accepted = [(spec, "raw rows" if spec in signature.raw else "")]
-    if tensor.name == signature.prepared.name and spec != signature.prepared:
+    if signature.prepared and tensor.name == signature.prepared.name and spec != signature.prepared:
         accepted.append((signature.prepared, "prepared"))
     part, value = (
         ("shape", str(list(tensor.shape[:8])))

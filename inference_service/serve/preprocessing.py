@@ -25,6 +25,7 @@ from shared.logging_and_tracing import hidden
 from shared.settings import check_functions
 from shared.transforms import Batch, Column, Pipeline, RowError, ScalarType, TensorType
 from shared.transforms.batch import ColumnType
+from shared.transforms.records import ModelInput, RecordSpec, model_input, zero_rows
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from shared.transforms.steps.images import PIXELS_AT_ONCE, DecodeImage, claimed_pixels, image_columns
 
@@ -36,14 +37,16 @@ logger = logging.getLogger(__name__)
 
 
 REMEDY = "; send finite numbers, or have the deployment allow_non_finite"
+# The path of a problem with a model's input that no step is to blame for.
+INPUT = "input"
 _STEP = re.compile(r"steps\[(\d+)\]")
 
 
 class Preprocessing:
     """Computes the model's input.
 
-    `raw` are the inputs of raw rows, `prepared` is the model's own input. `custom_s` is the total time limit of its
-    custom functions, in seconds. Immutable.
+    `raw` are the inputs of raw rows, `prepared` is the model's own input; of several inputs it is None: such a
+    model takes raw rows. `custom_s` is the total time limit of its custom functions, in seconds. Immutable.
     """
 
     def __init__(
@@ -64,12 +67,12 @@ class Preprocessing:
                 for step in pipeline.steps
             ]
         )
-        self._input_column = content.input_column
         ingested = content.ingested_schema
-        needed = self._pipeline.reads([self._input_column], ingested)
+        needed = self._pipeline.reads(content.inputs, ingested)
         self._columns = {name: ingested[name] for name in needed}
         self.raw = tuple(tensor_of_column(name, column) for name, column in self._columns.items())
-        self.prepared = self._prepared()
+        self._row = self._row_of_input(content)
+        self.prepared = _prepared_of(self._row)
         self._images = image_columns(pipeline.steps, self._columns)
         self._nans = nan_reading(content, self._pipeline.steps, self._columns)
         self._floats = float_columns(self._columns)
@@ -82,7 +85,7 @@ class Preprocessing:
     def prepare(
         self, rows: Rows, note_progress: Callable[[], None] = lambda: None
     ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
-        """Computes the model's input of these rows, float32 (B, *shape).
+        """Computes the model's input of these rows, float32 (B, *shape), or records (B,) of several inputs.
 
         Also returns the problems of refused rows and the errors of failed rows, by row index; both kinds of rows are
         zeros in the input.
@@ -100,7 +103,7 @@ class Preprocessing:
         if self._allows_non_finite or not (rows.form == PREPARED or self._raw_may_be_non_finite):
             return prepared, refused, failed
         if rows.form == PREPARED:
-            found = NanReading().bad_rows(prepared, [self._input_column], lambda: {self._input_column: prepared})
+            found = NanReading().bad_rows(prepared, list(rows.values), lambda: dict(rows.values))
         else:
             found = self._nans.bad_rows(prepared, list(self._columns), lambda: self._ingested(rows, self._floats))
         bad = {row: one for row, one in found.items() if row not in refused and row not in failed}
@@ -117,7 +120,7 @@ class Preprocessing:
         self, rows: Rows, note_progress: Callable[[], None]
     ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
         if rows.form == PREPARED:
-            return rows.values[self._input_column], {}, {}
+            return model_input(dict(rows.values), self._row, INPUT), {}, {}
         began_s = time.monotonic()
         try:
             return self._apply(rows), {}, {}
@@ -167,8 +170,7 @@ class Preprocessing:
         return beyond_limits(pixels, rows.requests or (len(rows),), f"tensor {', '.join(map(repr, self._images))}")
 
     def _apply(self, rows: Rows) -> Array:
-        made: Array = self._pipeline(self._ingested(rows, self._columns))[self._input_column]
-        return made
+        return model_input(self._pipeline(self._ingested(rows, self._columns)), self._row, INPUT)
 
     def _ingested(self, rows: Rows, names: Iterable[str]) -> Batch:
         """Returns these columns as a dataset version would have them."""
@@ -177,17 +179,24 @@ class Preprocessing:
         }
         return self._nans.nulls_for_nans(batch)
 
-    def _prepared(self) -> TensorSpec:
-        made = self._pipeline.output(self._columns)[self._input_column]
-        if not isinstance(made, TensorType) or made.dtype != "float32" or None in made.shape:
-            raise FailedPrecondition(
-                f"the preprocessing makes {made} of column {self._input_column!r}, not float32 of a fixed shape",
-                reason="MODEL_DOES_NOT_LOAD",
-            )
-        return TensorSpec(self._input_column, "FP32", (FREE, *(length or 0 for length in made.shape)))
+    def _row_of_input(self, content: CheckpointContent) -> ModelInput:
+        made = self._pipeline.output(self._columns)
+        row = content.model_input(made)
+        if row is None:
+            columns = ", ".join(f"{made[name]} of column {name!r}" for name in content.inputs)
+            wanted = "numbers of fixed shapes" if content.input_columns else "float32 of a fixed shape"
+            raise FailedPrecondition(f"the preprocessing makes {columns}, not {wanted}", reason="MODEL_DOES_NOT_LOAD")
+        return row
+
+    def zeros(self, rows: int) -> Rows:
+        """Returns prepared rows of zeros."""
+        made = zero_rows(self._row, rows)
+        if isinstance(self._row, RecordSpec):
+            return Rows(PREPARED, {one.name: made[one.name] for one in self._row.tensors})
+        return Rows(PREPARED, {self._row.name: made})
 
     def _zeros(self, rows: int) -> Array:
-        return np.zeros((rows, *self.prepared.shape[1:]), np.float32)
+        return zero_rows(self._row, rows)
 
     def _format_row_error(self, error: InvalidArgument) -> str:
         """Returns the problem of a row, naming the tensors that it may come from."""
@@ -199,6 +208,10 @@ class Preprocessing:
             before = Pipeline(self._pipeline.steps[: int(place.group(1))])
             names = before.reads(self._pipeline.steps[int(place.group(1))].reads, self._columns)
         return _of_tensors(names, error.problem)
+
+
+def _prepared_of(row: ModelInput) -> TensorSpec | None:
+    return None if isinstance(row, RecordSpec) else TensorSpec(row.name, "FP32", (FREE, *row.shape))
 
 
 def _of_tensors(names: Iterable[str], problem: str) -> str:

@@ -24,7 +24,6 @@ from inference_service.domain.batch_policy import bucket, buckets
 from inference_service.domain.signature import (
     DATATYPES,
     FREE,
-    PREPARED,
     RAW,
     Array,
     Outputs,
@@ -107,7 +106,8 @@ class ServedModel:
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
         """Runs each likely batch size and chooses its memory layout; returns rows → seconds."""
-        self._run.choose(self.signature.prepared.shape[1:], buckets(max_rows))
+        if self.signature.prepared is not None:
+            self._run.choose(self.signature.prepared.shape[1:], buckets(max_rows))
         measured_s = {}
         for size in buckets(max_rows):
             rows = self._zeros(size)
@@ -123,9 +123,10 @@ class ServedModel:
         They are raw if the model has one tensor of numbers. No value is right for every other column type, so other
         models are measured without their preprocessing.
         """
-        (first, *others), prepared = self.signature.raw, self.signature.prepared
-        form, spec = (PREPARED, prepared) if others or len(first.shape) == 1 else (RAW, first)
-        return Rows(form, {spec.name: np.zeros((size, *spec.shape[1:]), DATATYPES[spec.datatype].dtype)})
+        first, *others = self.signature.raw
+        if others or len(first.shape) == 1:
+            return self.preprocessing.zeros(size)
+        return Rows(RAW, {first.name: np.zeros((size, *first.shape[1:]), DATATYPES[first.datatype].dtype)})
 
 
 def _non_finite(

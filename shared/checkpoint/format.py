@@ -59,7 +59,8 @@ from shared.durable import fields_of
 from shared.errors import DataLoss, FailedPrecondition, Unavailable
 from shared.model_spec import ModelSpec, TargetScaling
 from shared.storage import ObjectMissing, ObjectStore
-from shared.transforms import Pipeline, Schema, schema_of_columns
+from shared.transforms import Pipeline, Schema, TensorSpec, TensorType, schema_of_columns
+from shared.transforms.records import ModelInput, UnusableColumn, record_of_columns
 
 # --- A model's checkpoint ---
 
@@ -70,7 +71,9 @@ FORMAT_SCALED = "millrace.checkpoint/3-scaled-target"
 FORMAT_OWN_MODEL = "millrace.checkpoint/5-own-model"
 # For a model whose ranks wrote a file each. A release that does not know these finds no weights.
 FORMAT_SHARDED = "millrace.checkpoint/6-sharded"
-MODEL_FORMATS = (FORMAT, FORMAT_SCALED, FORMAT_OWN_MODEL, FORMAT_SHARDED)
+# For a user's own model that reads several columns, sharded or not. Earlier releases look for one column.
+FORMAT_SEVERAL_INPUTS = "millrace.checkpoint/7-several-inputs"
+MODEL_FORMATS = (FORMAT, FORMAT_SCALED, FORMAT_OWN_MODEL, FORMAT_SHARDED, FORMAT_SEVERAL_INPUTS)
 # For a user's own training function, see `shared.checkpoint.format`. Earlier releases skip it.
 PROGRAM_FORMAT = "millrace.checkpoint/4-program"
 WEIGHTS = "model.safetensors"
@@ -115,6 +118,8 @@ class CheckpointContent:
     ingested: Sequence[Column]
     transforms: Sequence[dict[str, Any]]
     input_column: str
+    # The columns of a model of several inputs, for which `input_column` is empty.
+    input_columns: Sequence[str] = ()
     class_names: Sequence[str] = ()
     # Set for a regression; None: the model's outputs are in the target's own unit.
     target_scaling: TargetScaling | None = None
@@ -129,6 +134,26 @@ class CheckpointContent:
     imported: Sequence[Mapping[str, Any]] = ()
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that the model reads."""
+        return tuple(self.input_columns) or (self.input_column,)
+
+    def model_input(self, schema: Schema) -> ModelInput | None:
+        """Return one row of the model's input, of columns as the last step leaves them.
+
+        Returns None if they are not what the model reads: for one input float32 of a fixed shape.
+        """
+        if self.input_columns:
+            try:
+                return record_of_columns(schema, self.input_columns, "input_columns")
+            except UnusableColumn:
+                return None
+        made = schema[self.input_column]
+        if not isinstance(made, TensorType) or made.dtype != "float32" or None in made.shape:
+            return None
+        return TensorSpec(self.input_column, made.dtype, tuple(length or 0 for length in made.shape))
+
+    @property
     def ingested_schema(self) -> Schema:
         return schema_of_columns(self.ingested)
 
@@ -138,10 +163,12 @@ class CheckpointContent:
         Raises `InvalidArgument` if the steps do not fit the columns.
         """
         whole = reduce(Pipeline.then, map(Pipeline.from_config, self.transforms), Pipeline([]))
-        return whole.serving([self.input_column], self.ingested_schema)
+        return whole.serving(self.inputs, self.ingested_schema)
 
     @property
     def _format(self) -> str:
+        if self.input_columns:
+            return FORMAT_SEVERAL_INPUTS
         if self.model.is_own:
             return FORMAT_OWN_MODEL
         return FORMAT if self.target_scaling is None else FORMAT_SCALED
@@ -160,6 +187,7 @@ class CheckpointContent:
             "ingested": [asdict(column) for column in self.ingested],
             "transforms": list(self.transforms),
             "input_column": self.input_column,
+            **({"input_columns": list(self.input_columns)} if self.input_columns else {}),
             "class_names": list(self.class_names),
             **({} if self.target_scaling is None else {"target_scaling": self.target_scaling.as_config()}),
             "initial_checkpoint": self.initial_checkpoint,
@@ -175,6 +203,7 @@ class CheckpointContent:
             **{key: manifest[key] for key in ("training_job", "dataset_version", "dataset_manifest_sha256")},
             **{key: manifest[key] for key in ("step", "epoch", "seed", "metrics", "transforms", "input_column")},
             **{key: manifest.get(key, "") for key in ("initial_checkpoint", "initial_checkpoint_sha256")},
+            input_columns=tuple(manifest.get("input_columns", ())),
             class_names=tuple(manifest.get("class_names", ())),
             model=ModelSpec.from_config(manifest["model"]),
             target_scaling=TargetScaling.from_config(manifest.get("target_scaling")),
@@ -268,7 +297,9 @@ def write_sharded(
     store: ObjectStore, folder: str, content: CheckpointContent, shards: Sequence[Mapping[str, Any]]
 ) -> tuple[str, int]:
     """Write the manifest of a checkpoint whose shards are written: `path` and `digests_of` each."""
-    manifest = {**content.as_manifest(), "format": FORMAT_SHARDED}
+    manifest = content.as_manifest()
+    if not content.input_columns:
+        manifest["format"] = FORMAT_SHARDED
     return _write_manifest(store, folder, manifest, sorted(shards, key=lambda one: one["path"]))
 
 

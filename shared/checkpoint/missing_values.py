@@ -57,8 +57,8 @@ class NanReading:
     def bad_rows(self, prepared: Array, read: Sequence[str], floats: Callable[[], Batch]) -> dict[int, BadRow]:
         """Return, by index, the rows with a NaN in a column of `unclear`, and those whose model input is not finite.
 
-        `prepared`, float32 (B, *shape), is the steps' output for the columns `read`. `floats` returns the float columns
-        among them, after `nulls_for_nans`; it is called only if needed.
+        `prepared`, float32 (B, *shape) or records (B,), is the steps' output for the columns `read`. `floats` returns
+        the float columns among them, after `nulls_for_nans`; it is called only if needed.
         """
         bad = ~finite_rows(prepared)
         if not self.unclear and not bad.any():
@@ -111,7 +111,11 @@ def nan_reading(
 
 
 def finite_rows(values: Array) -> NDArray[np.bool_]:
-    """Return which rows (B,) of floats (B, *shape) are entirely finite."""
+    """Return which rows (B,) of floats (B, *shape), or of records (B,), are entirely finite."""
+    if values.dtype.names is not None:
+        parts = [finite_rows(values[name]) for name in values.dtype.names]
+        joint: NDArray[np.bool_] = np.logical_and.reduce(parts)
+        return joint
     finite: Array = np.isfinite(values)
     # Nearly always all values are finite, which is faster to check than each row.
     if finite.all():

@@ -23,6 +23,7 @@ from shared.code_bundle_registry import entry_failed
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_spec import REGRESSION, ModelSpec, TargetScaling
 from shared.models import build_model, load_weights
+from shared.models.inputs import Inputs, arrays_of
 
 # The types of tensors by their names in files of safetensors.
 TORCH_DTYPES = {
@@ -82,16 +83,22 @@ class LoadedModel:
         return other
 
     def __call__(self, prepared: NDArray[np.generic]) -> Outputs:
-        """Run the model on the prepared input of B rows, float32 (B, *shape).
+        """Run the model on the prepared input of B rows, float32 (B, *shape), or records (B,) of several inputs.
 
         A classifier returns logits (B, classes) float32, probabilities (B, classes) float32 and labels (B,) int64. A
         regression returns values (B, numbers) float32 in the target's own unit, whatever its scaling in training.
         """
         # torch needs writable memory, and rows from the wire are read-only.
-        inputs = torch.from_numpy(np.require(prepared, np.float32, ["C", "W"]))
+        arrays = arrays_of(prepared)
         with torch.inference_mode():
-            moved = inputs.to(self._device, memory_format=self._layout)
-            given = self.module(moved) if self._own is None else _run_own_module(self.module, moved, self._own)
+            moved: Inputs
+            if isinstance(arrays, dict):
+                moved = {name: torch.from_numpy(one).to(self._device) for name, one in arrays.items()}
+            else:
+                inputs = torch.from_numpy(np.require(arrays, np.float32, ["C", "W"]))
+                moved = inputs.to(self._device, memory_format=self._layout)
+            rows = len(prepared)
+            given = self.module(moved) if self._own is None else _run_own_module(self.module, moved, rows, self._own)
             if self._task == REGRESSION:
                 return [undo_scaling(self._target_scaling, given).cpu().numpy()]
             outputs = (given, given.softmax(dim=1), given.argmax(dim=1))
@@ -134,7 +141,7 @@ def memory_of(tensor: Tensor) -> memoryview:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _run_own_module(module: nn.Module, inputs: torch.Tensor, model: ModelSpec) -> torch.Tensor:
+def _run_own_module(module: nn.Module, inputs: Inputs, rows: int, model: ModelSpec) -> torch.Tensor:
     """Run a user's own module.
 
     Raises `FailedPrecondition` with the line of its code, or for an output of another shape.
@@ -143,7 +150,7 @@ def _run_own_module(module: nn.Module, inputs: torch.Tensor, model: ModelSpec) -
         given: object = module(inputs)
     except Exception as error:  # a user's code may raise anything
         raise entry_failed(model.code_bundle, model.entry, error) from error
-    shape = (len(inputs), model.num_classes)
+    shape = (rows, model.num_classes)
     found = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
     if not isinstance(given, torch.Tensor) or found != shape:
         raise FailedPrecondition(

@@ -8,7 +8,7 @@ from pathlib import Path
 PAGE = Path(__file__).parents[2] / "docs" / "own-models.md"
 
 
-def _of_the_page(file: str) -> str:
+def of_the_page(file: str) -> str:
     """The code of that file of the documents' project."""
     (code,) = re.findall(rf"`project/{re.escape(file)}`:\n\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     return str(code)
@@ -99,7 +99,7 @@ class Measured(Classifier):
 )
 
 # Two optimizers, each with a scheduler, stepped by hand; each uses a part of the parameters.
-GAN = _of_the_page("gan.py")
+GAN = of_the_page("gan.py")
 
 # A LightningModule as its documents have it.
 LIGHTNING = """

@@ -407,6 +407,7 @@ class Served:
     def _prepare(self, rows: Rows) -> Array:
         prepared, refused, _ = self._preprocessing.prepare(rows)
         assert not refused
+        assert self._signature.prepared is not None
         assert prepared.shape[1:] == self._signature.prepared.shape[1:]
         return prepared
 

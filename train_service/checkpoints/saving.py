@@ -289,6 +289,7 @@ class Checkpointing:
             ingested=ingested_columns(lineage.version),
             transforms=[*lineage.version.manifest.transforms, lineage.preprocessing.config],
             input_column=spec.input_column,
+            input_columns=spec.input_columns,
             class_names=class_names(spec, lineage.version),
             target_scaling=self._learner.target_scaling,
             initial_checkpoint=self._initial[0],

@@ -180,6 +180,8 @@ class TrainingSpec:
     train_split: str = "train"
     validation_split: str = ""
     input_column: str = "image"
+    # The columns of a model that gets a dict of several inputs. `input_column` is empty then.
+    input_columns: tuple[str, ...] = ()
     label_column: str = "label"
     # The JSON form of `millrace.common.v1.Transform`.
     transform: dict[str, Any] = field(default_factory=dict)
@@ -231,6 +233,11 @@ class TrainingSpec:
     left_open: tuple[str, ...] = ()
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """The columns that the model reads."""
+        return self.input_columns or (self.input_column,)
+
+    @property
     def local(self) -> bool:
         """Return whether the attempt's own process trains, without workers."""
         return self.num_workers == 0
@@ -244,7 +251,9 @@ class TrainingSpec:
         return self.min_workers or self.num_workers
 
     def as_config(self) -> dict[str, Any]:
-        return {**asdict(self), "metrics": list(self.metrics), "left_open": list(self.left_open)}  # JSON has no tuples
+        # JSON has no tuples.
+        lists = {name: list(getattr(self, name)) for name in ("metrics", "left_open", "input_columns")}
+        return {**asdict(self), **lists}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> TrainingSpec:
@@ -262,6 +271,7 @@ class TrainingSpec:
                 "early_stopping": EarlyStopping(**fields_of(EarlyStopping, stopping)) if stopping else None,
                 "program": Program(**fields_of(Program, program)) if program else None,
                 "left_open": tuple(config.get("left_open", ())),
+                "input_columns": tuple(config.get("input_columns", ())),
             }
         )
 
@@ -347,8 +357,8 @@ class OwnModelFacts:
 def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) -> TrainingSpec:
     """Return `spec` completed with what follows from the model.
 
-    `row_shape` is the shape of one row of the model's input. Raises `InvalidArgument` for fields that the model
-    replaces or does not support.
+    `row_shape` is the shape of one row of the model's input. It is empty for a model of several inputs, which has no
+    channels. Raises `InvalidArgument` for fields that the model replaces or does not support.
     """
     classes = spec.task == CLASSIFICATION
     width = spec.model.num_classes or facts.num_classes
@@ -372,7 +382,9 @@ def settled(spec: TrainingSpec, facts: OwnModelFacts, row_shape: Sequence[int]) 
         metrics = tuple(dict.fromkeys((*(metrics or default_metrics(spec.task)), *facts.metrics)))
     return replace(
         spec,
-        model=replace(spec.model, in_channels=row_shape[0], num_classes=width, is_step=facts.is_step),
+        model=replace(
+            spec.model, in_channels=row_shape[0] if row_shape else 0, num_classes=width, is_step=facts.is_step
+        ),
         loss=loss,
         optimizer=optimizer,
         metrics=metrics,

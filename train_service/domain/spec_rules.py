@@ -49,6 +49,7 @@ MAX_PREFETCH_BATCHES = 64
 STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 MAX_CONFIG_BYTES = 64 * 1024
 MAX_ENTRY_CHARACTERS = 255
+MAX_INPUTS = 64
 # Fields that only Millrace's own loop reads. With a program they stay unset, and the rules for them do not apply.
 FIELDS_OF_OWN_LOOP = frozenset(
     {
@@ -64,6 +65,7 @@ FIELDS_OF_OWN_LOOP = frozenset(
         "ingest",
         "initial_checkpoint",
         "input_column",
+        "input_columns",
         "label_column",
         "loss",
         "max_gradient_norm",
@@ -87,6 +89,8 @@ def check(spec: TrainingSpec) -> None:
     """Raise `InvalidArgument` for fields out of bounds. The error names every such field."""
     rules = [*_of_the_run(spec), *_of_the_model(spec), *_of_the_optimizer(spec), *_of_checkpoints(spec)]
     rules += [*_of_placement(spec), *_of_acceleration(spec)]
+    if spec.input_columns:
+        rules += _of_several_inputs(spec)
     if spec.local:
         rules += _of_local_mode(spec)
     if spec.program is not None:
@@ -287,6 +291,40 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
             "max_gradient_norm",
             spec.max_gradient_norm,
             "use a finite number, 0 for no clipping",
+        ),
+    ]
+
+
+def _of_several_inputs(spec: TrainingSpec) -> list[Rule]:
+    """Return the rules for a model of several inputs."""
+    columns = spec.input_columns
+    repeated = [name for index, name in enumerate(columns) if name in columns[:index]]
+    needs_images = (
+        "spec.input_columns is set, and only a model of one input has images alone to do this to; leave it out"
+    )
+    return [
+        (len(columns) <= MAX_INPUTS, "input_columns", f"{len(columns)} columns", f"use at most {MAX_INPUTS}"),
+        (all(columns), "input_columns", ", ".join(columns), "one has no name; name a column of the version each"),
+        (not repeated, "input_columns", ", ".join(repeated), "name each column once"),
+        (
+            spec.model.is_own,
+            "input_columns",
+            ", ".join(columns),
+            "only a model of your own, spec.model.entry, takes several inputs; use input_column, and concat to put "
+            "columns of a table together",
+        ),
+        (
+            not spec.model.in_channels,
+            "model.in_channels",
+            spec.model.in_channels,
+            "a model of several inputs has no channels; leave it out",
+        ),
+        (not spec.acceleration.channels_last, "acceleration.channels_last", True, needs_images),
+        (
+            spec.acceleration.transform_device == BY_LOADER,
+            "acceleration.transform_device",
+            spec.acceleration.transform_device,
+            needs_images,
         ),
     ]
 

@@ -81,7 +81,8 @@ def suggest(
     task = _choose_task(suggestion, label)
     steps = _label_steps(suggestion, label, task)
     columns: list[str] = []
-    if source is None and "transform" not in given:
+    several = _has_several_inputs(suggestion)
+    if source is None and "transform" not in given and not several:
         more, columns = feature_steps(suggestion, version, label, MAX_STEPS - len(steps) - 1)
         steps += more
     # Count as if all rows without a label were in this split.
@@ -97,13 +98,24 @@ def suggest(
         suggestion.spec["transform"] = {"steps": [{"concat": {"columns": columns, "into": FEATURES}}]}
         suggestion.note("transform", f"concat into {FEATURES}", "No column needs more: all are numbers on one scale.")
     is_image = source is not None and (source.is_image or source.kind == BYTES or len(source.shape) == 3)
+    if several:
+        inputs = suggestion.spec["input_columns"]
+        is_image = any(column.is_image or column.kind == BYTES for column in version.columns if column.name in inputs)
     if suggestion.preparation is None:
-        choose_model_input(suggestion, source, rows, lambda: _width(suggestion, version, source, columns, shape_made))
+        if not several:
+            choose_model_input(
+                suggestion, source, rows, lambda: _width(suggestion, version, source, columns, shape_made)
+            )
         choose_outputs(suggestion, label, task)
     if not _is_own(suggestion):
         choose_model(suggestion, is_image, lambda: _width(suggestion, version, source, columns, shape_made))
     choose_training(suggestion, task, rows, is_image, is_own=_is_own(suggestion))
     return suggestion
+
+
+def _has_several_inputs(suggestion: Suggestion) -> bool:
+    """Return whether the caller names the columns of a model of several inputs. Its transform is the caller's, too."""
+    return bool(suggestion.spec.get("input_columns"))
 
 
 def _is_language_model(suggestion: Suggestion) -> bool:
@@ -194,8 +206,13 @@ def _why_train(train: str, splits: Mapping[str, int]) -> str:
 
 
 def _find_input(suggestion: Suggestion, version: VersionFacts) -> ColumnFacts | None:
-    """Return the model's input column. It is an image or a vector, or None if columns of a table must be combined."""
+    """Return the model's input column. It is an image or a vector, or None if columns of a table must be combined.
+
+    It is None as well if the caller names several columns.
+    """
     spec = suggestion.spec
+    if _has_several_inputs(suggestion):
+        return None
     path = "spec.input_column"
     steps = spec.get("transform", {}).get("steps", ())
     into = [step["concat"]["into"] for step in steps if "concat" in step]

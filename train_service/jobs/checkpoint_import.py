@@ -43,6 +43,7 @@ from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, succeed
 from shared.log import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
+from shared.transforms.records import only_tensor
 from train_service.domain import spec_rules
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.deletion import Deletions
@@ -218,12 +219,12 @@ class CheckpointImports:
             columns = version.columns
         prepared = check_prepared(spec, columns)
         if spec.model.is_own:
-            spec = self._training.own_models.settled_for_weights(spec, tuple(prepared.shape))
+            spec = self._training.own_models.settled_for_weights(spec, prepared.shape)
             spec_rules.check(replace(spec, epochs=1, global_batch_size=2))
         else:
             if version is not None:
                 spec = with_vocabulary(spec, version)
-            self._training.check_outputs(spec, prepared)
+            self._training.check_outputs(spec, only_tensor(prepared))
             check_padding(spec)
         if version is None:
             home = _Home(columns, [], request.class_names)

@@ -24,6 +24,7 @@ from shared.errors import InvalidArgument, ResourceExhausted, first_line, invali
 from shared.model_spec import ModelSpec
 from shared.models import build_model, import_builder
 from shared.transforms import TensorSpec
+from shared.transforms.records import RowShape
 from train_service.domain.spec import FLOAT16, FSDP, REGRESSION, TrainingSpec, default_best_metric
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ def answer() -> None:
     print(json.dumps({"problem": sharding_problem(model, question["row_shape"])}))
 
 
-def sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
+def sharding_problem(model: nn.Module, row_shape: RowShape) -> str:
     """Return what keeps FSDP from sharding.
 
     The text is empty if nothing does. The model is on the meta device, and is sharded afterwards. Call this in a

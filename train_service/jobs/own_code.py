@@ -33,6 +33,7 @@ from shared.code_packing import MAX_BUNDLE_BYTES, unpack
 from shared.errors import InvalidArgument, ResourceExhausted, Unavailable, invalid_field
 from shared.settings import OwnCode
 from shared.storage import ObjectStore
+from shared.transforms.records import RowShape, lengths_of, row_shape_to_config
 from train_service.checkpoints.fine_tuning import FIELD as INITIAL_FIELD
 from train_service.checkpoints.fine_tuning import check_name, weight_shapes
 from train_service.domain import spec_rules
@@ -126,10 +127,10 @@ class OwnModelCheck:
         self._programs.own_code.require_own_code()
         spec, version, prepared = fitted(self._store, spec)
         bundle = self._bundle(spec)
-        row_shape = tuple(prepared.shape)
+        row_shape = prepared.shape
         initial = self._initial_shapes(spec)
         facts = self._facts(bundle, spec, row_shape, steps_of_run(spec, version), initial)
-        spec = settled(spec, facts, row_shape)
+        spec = settled(spec, facts, lengths_of(row_shape))
         spec_rules.check(spec)
         check_fits(spec, version)
         check_classes(self._store, spec, version)
@@ -141,14 +142,14 @@ class OwnModelCheck:
             self._check_installed(spec)
         return spec
 
-    def settled_for_weights(self, spec: TrainingSpec, row_shape: Sequence[int]) -> TrainingSpec:
+    def settled_for_weights(self, spec: TrainingSpec, row_shape: RowShape) -> TrainingSpec:
         """Return `spec`, of weights that are brought in, completed by its model, which gets rows of `row_shape`.
 
         Raises the errors that `ImportCheckpoint` lists for a model of the caller's own code.
         """
         self._programs.own_code.require_own_code()
         facts = self._facts(self._bundle(spec), spec, row_shape, total_steps=1)
-        return settled(spec, facts, row_shape)
+        return settled(spec, facts, lengths_of(row_shape))
 
     def _bundle(self, spec: TrainingSpec) -> BundleRecord:
         bundle = load_bundle(self._store, MODEL_BUNDLE_FIELD, spec.model.code_bundle)
@@ -160,7 +161,7 @@ class OwnModelCheck:
         self,
         bundle: BundleRecord,
         spec: TrainingSpec,
-        row_shape: Sequence[int],
+        row_shape: RowShape,
         total_steps: int,
         initial: dict[str, list[int]] | None = None,
     ) -> OwnModelFacts:
@@ -168,7 +169,7 @@ class OwnModelCheck:
             # Plain values, which JSON returns unchanged. The seed determines the order of rows and says nothing about
             # the model, so it is always 0 here.
             "spec": replace(spec, seed=0).as_config(),
-            "row_shape": list(row_shape),
+            "row_shape": row_shape_to_config(row_shape),
             "total_steps": total_steps,
             "initial": initial,
         }

@@ -8,7 +8,7 @@ example from NumPy, fails there. Such a model is built on the CPU, within the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from shared.code_bundle_registry import adopt_code, line_in_code
 from shared.errors import InvalidArgument, MillraceError, first_line, invalid_field
 from shared.models import build_model, own_method
+from shared.models.inputs import zero_inputs
+from shared.transforms.records import RecordSpec, RowShape, lengths_of, row_shape_from_config
 from train_service.checkpoints.fine_tuning import fit
 from train_service.checkpoints.tensor_files import take_apart
 from train_service.domain.spec import FSDP, OWN, REGRESSION, OwnModelFacts, TrainingSpec, settled
@@ -40,15 +42,16 @@ def inspect_model(asked: dict[str, Any], folder: str) -> dict[str, Any]:
 
     The answer has `problem` with the wrong `field`, or an empty `problem` with the `facts` of `OwnModelFacts`.
 
-    `asked` has the plain form of the specification as `spec`, the `row_shape` of one row of the model's input, the
+    `asked` has the plain form of the specification as `spec` and of the `row_shape` of the model's input, the
     run's `total_steps`, and `initial`: the shapes of an initial checkpoint's tensors by name, or None.
     """
     spec = TrainingSpec.from_config(asked["spec"])
     adopt_code(spec.model.code_bundle, Path(folder))
     try:
-        trial = _tried(spec, tuple(asked["row_shape"]))
-        checked = settled(spec, trial.facts, asked["row_shape"])
-        _check(checked, trial, asked)
+        row_shape = row_shape_from_config(asked["row_shape"])
+        trial = _tried(spec, row_shape)
+        checked = settled(spec, trial.facts, lengths_of(row_shape))
+        _check(checked, trial, row_shape, asked)
     except MillraceError as error:
         field, text = error.fields[0] if error.fields else (FIELD, error.message)
         return {"problem": text, "field": field}
@@ -63,7 +66,7 @@ class _Trial:
     facts: OwnModelFacts
 
 
-def _tried(spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
+def _tried(spec: TrainingSpec, row_shape: RowShape) -> _Trial:
     """Try the model on the first device that works. If none works, the error of the last device is raised."""
     for device in DEVICES:
         try:
@@ -74,7 +77,7 @@ def _tried(spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
     raise AssertionError("there is a device")
 
 
-def _tried_on(device: str, spec: TrainingSpec, row_shape: tuple[int, ...]) -> _Trial:
+def _tried_on(device: str, spec: TrainingSpec, row_shape: RowShape) -> _Trial:
     with torch.device(device):
         model = build_model(spec.model, "spec.model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -83,10 +86,10 @@ def _tried_on(device: str, spec: TrainingSpec, row_shape: tuple[int, ...]) -> _T
         return _Trial(model, poll(model, spec, row_shape))
 
 
-def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:
+def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: RowShape) -> OwnModelFacts:
     model.train()
-    takes = f"forward does not take inputs of {(ROWS, *row_shape)}"
-    output = _asked(spec, lambda: model(torch.zeros((ROWS, *row_shape))), takes)
+    takes = f"forward does not take {_described(row_shape)}"
+    output = _asked(spec, lambda: model(zero_inputs(row_shape, ROWS)), takes)
     shape = tuple(output.shape) if isinstance(output, Tensor) else None
     if shape is None or len(shape) != 2 or shape[0] != ROWS:
         made = shape or type(output).__name__
@@ -107,7 +110,7 @@ def _facts_of_model(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, 
     return OwnModelFacts(num_classes=shape[1], has_loss=has_loss, metrics=names)
 
 
-def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, ...]) -> OwnModelFacts:
+def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: RowShape) -> OwnModelFacts:
     """Return the facts of a model with a training step.
 
     Its forward may take anything: a GAN's is no function of the rows.
@@ -138,12 +141,19 @@ def _facts_of_step(model: nn.Module, spec: TrainingSpec, row_shape: tuple[int, .
     )
 
 
-def _width(model: nn.Module, row_shape: tuple[int, ...]) -> int:
+def _described(row_shape: RowShape) -> str:
+    if not isinstance(row_shape, RecordSpec):
+        return f"inputs of {(ROWS, *row_shape)}"
+    inputs = (f"{one.name!r} {one.dtype} {(ROWS, *one.shape)}" for one in row_shape.tensors)
+    return f"one dict of inputs with {', '.join(inputs)}"
+
+
+def _width(model: nn.Module, row_shape: RowShape) -> int:
     """Return the width of the model's output. It is 0 if the output is not (rows, width) for such rows."""
     model.eval()
     try:
         with torch.no_grad():
-            output = model(torch.zeros((ROWS, *row_shape)))
+            output = model(zero_inputs(row_shape, ROWS))
     except Exception:  # a user's code may raise anything
         return 0
     is_table = isinstance(output, Tensor) and output.ndim == 2 and len(output) == ROWS
@@ -186,12 +196,12 @@ def _names(spec: TrainingSpec, given: Any) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:
+def _check(spec: TrainingSpec, trial: _Trial, row_shape: RowShape, asked: dict[str, Any]) -> None:
     """Check what depends on more than the model. `spec` is settled."""
     shapes = {name: tuple(one.shape) for name, one in trial.model.named_parameters()}
     if spec.optimizer.name != OWN:
         check_optimizer(spec.optimizer, shapes.values(), asked["total_steps"])
-    if spec.placement.parallel == FSDP and (problem := _sharding_problem(trial.model, asked["row_shape"])):
+    if spec.placement.parallel == FSDP and (problem := _sharding_problem(trial.model, row_shape)):
         raise invalid_field("spec.placement.parallel", FSDP, f"{problem}; use DDP, or change that module")
     initial = asked.get("initial")
     if initial is not None and not fit(shapes, initial).taken:
@@ -199,7 +209,7 @@ def _check(spec: TrainingSpec, trial: _Trial, asked: dict[str, Any]) -> None:
         raise invalid_field("spec.initial_checkpoint", spec.initial_checkpoint, remedy)
 
 
-def _sharding_problem(model: nn.Module, row_shape: Sequence[int]) -> str:
+def _sharding_problem(model: nn.Module, row_shape: RowShape) -> str:
     import torch.distributed as dist
 
     if any(not parameter.is_meta for parameter in model.parameters()):

@@ -50,6 +50,7 @@ from shared.settings import CLUSTER_MAX_VARIABLE
 from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms import Pipeline, ScalarType, TensorSpec, TensorType, schema_of_columns
 from shared.transforms.batch import ColumnType
+from shared.transforms.records import only_tensor
 from shared.transforms.steps.custom import functions_in_children
 from train_service.attempt.outcomes import report_lost
 from train_service.checkpoints.fine_tuning import FIELD, check_fits, check_name, check_scaling
@@ -342,7 +343,7 @@ class TrainingJobs:
             return self._with_initial_checkpoint(self.own_models.checked(spec))
         spec, version, prepared = fitted(self._store, spec)
         with self._alone():
-            check_model(spec, prepared, steps_of_run(spec, version))
+            check_model(spec, only_tensor(prepared), steps_of_run(spec, version))
         return self._with_initial_checkpoint(spec)
 
     def check_outputs(self, spec: TrainingSpec, model_input: TensorSpec) -> None:

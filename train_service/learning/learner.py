@@ -12,9 +12,9 @@ An entry point of `millrace.training_steps` is a callable with this protocol:
     step(model, inputs, labels, loss) -> (the loss of each row, (rows,), or their mean, a scalar; the model's outputs)
 
 - `model` is the model that is trained. Call it at least once, so that its gradients are averaged over ranks.
-- `inputs` are float32 (rows, *shape). `labels` are int64 (rows,), or float32 (rows, K) for regression. Both hold one
-  rank's rows, or a part of them if the job accumulates gradients. They are on the job's device, under autocast if the
-  job asks for it.
+- `inputs` are float32 (rows, *shape), or a dict of tensors for a model of several inputs. `labels` are int64 (rows,),
+  or float32 (rows, K) for regression. Both hold one rank's rows, or a part of them if the job accumulates gradients.
+  They are on the job's device, under autocast if the job asks for it.
 - `loss` is the job's own loss: `loss(outputs, labels)` returns the loss of each row.
 - The step must not call `backward`, step an optimizer or communicate with other ranks. Gradients are weighted so that
   their mean over ranks is the mean over the rows of the whole step. A scalar is taken as the mean over these rows.
@@ -45,9 +45,10 @@ from torch import Tensor, nn
 from shared.errors import FailedPrecondition, InvalidArgument, first_line, invalid_field
 from shared.model_spec import TargetScaling
 from shared.models import build_model, own_method
+from shared.models.inputs import Inputs, part_of, zero_inputs
 from shared.models.loaded import scale_target, undo_scaling
 from shared.settings import TRAINING_STEPS, load_installed
-from shared.transforms import TensorSpec
+from shared.transforms.records import ModelInput, RowShape
 from train_service.domain.order import loss_scale, noise_seed, parts_of_step
 from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, REGRESSION, TrainingSpec, learning_rate, should_stop
 from train_service.learning.losses import Loss, build_loss, total_of
@@ -58,6 +59,7 @@ from train_service.learning.ranks import (
     Ranks,
     full_float32,
     gradients_kept_local,
+    inputs_to_device,
     on_device,
     settle_buckets,
     thrown_away,
@@ -311,7 +313,7 @@ class Learner(BaseLearner):
     """Learner for a model that is called once per part, with a loss and one optimizer."""
 
     def __init__(
-        self, spec: TrainingSpec, ranks: Ranks, model_input: TensorSpec, steps_per_epoch: int, total_steps: int
+        self, spec: TrainingSpec, ranks: Ranks, model_input: ModelInput, steps_per_epoch: int, total_steps: int
     ) -> None:
         """Build the model with the initial weights that the spec's seed draws.
 
@@ -523,10 +525,10 @@ MAX_REPORTED_ROW_IDS = 20
 class StepPart:
     """A part of a step's rows, on the job's device.
 
-    `inputs` (rows, *shape), `labels` (rows,) or (rows, K) for regression, `row_ids` (rows,).
+    `inputs` (rows, *shape), or a dict of several, `labels` (rows,) or (rows, K) for regression, `row_ids` (rows,).
     """
 
-    inputs: Tensor
+    inputs: Inputs
     labels: Tensor
     row_ids: Array
 
@@ -545,7 +547,7 @@ def parts_of(
     rows = len(batch.row_ids)
     bounds = [rows * number // count for number in range(count + 1)]
     return [
-        StepPart(inputs[begin:end], labels[begin:end], batch.row_ids[begin:end])
+        StepPart(part_of(inputs, begin, end), labels[begin:end], batch.row_ids[begin:end])
         for begin, end in itertools.pairwise(bounds)
     ]
 
@@ -574,7 +576,7 @@ def diverged(batch: Batch, part: StepPart, losses: Tensor, loss: float, rank: in
 
 TRAINING_STEP_FIELD = "spec.training_step"
 # Returns the summed loss, a scalar, and the outputs.
-TrainingStep = Callable[[nn.Module, Tensor, Tensor, Loss], tuple[Tensor, Tensor]]
+TrainingStep = Callable[[nn.Module, Inputs, Tensor, Loss], tuple[Tensor, Tensor]]
 
 
 def build_training_step(name: str) -> TrainingStep:
@@ -588,7 +590,7 @@ def build_training_step(name: str) -> TrainingStep:
     if not callable(installed):
         raise invalid_field(TRAINING_STEP_FIELD, name, f"it is a {type(installed).__name__}, which cannot be called")
 
-    def step(model: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+    def step(model: nn.Module, inputs: Inputs, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
         given = installed(model, inputs, labels, loss)
         if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(one, Tensor) for one in given):
             raise InvalidArgument(
@@ -600,7 +602,7 @@ def build_training_step(name: str) -> TrainingStep:
     return step
 
 
-def _ours(model: nn.Module, inputs: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+def _ours(model: nn.Module, inputs: Inputs, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     outputs = model(inputs)
     return loss.total(outputs, labels), outputs
 
@@ -701,8 +703,8 @@ def evaluate(
 
 def validation_batches(
     cache: RowCache, preprocessing: Preprocessing, ranks: Ranks, rows_per_call: int, *, numbers: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Yield a rank's share of a split: inputs (rows, *shape), labels, and whether they count.
+) -> Iterator[tuple[Inputs, Tensor, bool]]:
+    """Yield a rank's share of a split: inputs (rows, *shape) or a dict of several, labels, and whether they count.
 
     Labels are (rows,), or (rows, K) if `numbers`. Inputs and labels are on the rank's device. Every rank yields the
     same number of batches, because calls of a sharded model are collective: a rank that has no rows left yields rows
@@ -721,7 +723,8 @@ def validation_batches(
         labels = to_device(batch.labels, ranks.device)
         if numbers:
             labels = labels.reshape(len(labels), -1)
-        yield on_device(to_device(prepare(batch), ranks.device)), labels, len(positions) > 0
+        inputs = inputs_to_device(prepare(batch), ranks.device)
+        yield on_device(inputs) if isinstance(inputs, Tensor) else inputs, labels, len(positions) > 0
 
 
 # --- Trial step ---
@@ -739,7 +742,7 @@ class TrialStep:
     def __init__(
         self,
         spec: TrainingSpec,
-        shape: tuple[int, ...],
+        shape: RowShape,
         model: nn.Module,
         step: TrainingStep,
         loss: Loss,
@@ -787,8 +790,8 @@ class TrialStep:
         total: Tensor = model(self._rows()[0]).sum()
         return total
 
-    def _rows(self) -> tuple[Tensor, Tensor]:
+    def _rows(self) -> tuple[Inputs, Tensor]:
         kind = next(self._model.parameters()).dtype
-        inputs = torch.zeros((TRIAL_ROWS, *self._shape), dtype=kind, device=self._device)
+        inputs = zero_inputs(self._shape, TRIAL_ROWS, kind, self._device)
         labels_kind = kind if self._numbers else torch.int64
         return inputs, torch.zeros(self._labels_shape, dtype=labels_kind, device=self._device)

@@ -24,7 +24,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.models import own_method
-from shared.transforms import TensorSpec
+from shared.models.inputs import Inputs
+from shared.transforms.records import ModelInput
 from train_service.domain.order import loss_scale
 from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec, learning_rate
 from train_service.learning.learner import (
@@ -313,7 +314,7 @@ MAX_LOGGED = 64
 
 class OwnStepLearner(BaseLearner):
     def __init__(
-        self, spec: TrainingSpec, ranks: Ranks, model_input: TensorSpec, steps_per_epoch: int, total_steps: int
+        self, spec: TrainingSpec, ranks: Ranks, model_input: ModelInput, steps_per_epoch: int, total_steps: int
     ) -> None:
         super().__init__(spec, ranks, steps_per_epoch, total_steps)
         sharded = spec.placement.parallel == FSDP and ranks.world_size > 1
@@ -411,7 +412,7 @@ class OwnStepLearner(BaseLearner):
                 for number, (inputs, labels, is_own) in enumerate(batches):
                     if not is_own and number and self._spec.placement.parallel != FSDP:
                         continue  # only a sharded model's calls are collective
-                    with module.logging(len(inputs) if is_own else 0.0) as of_batch:
+                    with module.logging(len(labels) if is_own else 0.0) as of_batch:
                         given = self._moved((inputs, labels))
                         loss = measured_loss(module.hook("validation_step", given, number))
                     if not is_own:
@@ -419,9 +420,9 @@ class OwnStepLearner(BaseLearner):
                             for metric in module.metrics.values():
                                 metric.reset()
                         continue
-                    rows += len(inputs)
+                    rows += len(labels)
                     if loss is not None:
-                        logged.add("validation_loss", loss.item(), len(inputs))
+                        logged.add("validation_loss", loss.item(), len(labels))
                     for name, (total, count) in of_batch.sums.items():
                         logged.add(name, total / count, count)
                 module.rows = rows
@@ -492,7 +493,7 @@ class OwnStepLearner(BaseLearner):
         cut = parts_of(batch, self._spec, ranks.world_size, ranks.device, whole=self._step_module.is_manual)
         return [(part, self._moved((part.inputs, part.labels))) for part in cut]
 
-    def _moved(self, batch: tuple[Tensor, Tensor]) -> Any:
+    def _moved(self, batch: tuple[Inputs, Tensor]) -> Any:
         """Apply the module's `on_after_batch_transfer`, which may augment or normalize on the device."""
         given = self._step_module.hook("on_after_batch_transfer", batch, 0)
         return batch if given is None else given

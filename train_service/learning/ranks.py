@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from shared.models.inputs import Inputs, arrays_of, tensors_in
 from shared.transforms import RowKeys
 from shared.transforms.batch import Step
 from shared.transforms.steps.columns import Normalize, ToFloat
@@ -309,10 +310,10 @@ def timeout_of_group() -> float:
 class DeviceBatch(Batch):
     """A batch that is also on the device.
 
-    `device_inputs` float32 (B, *shape), `device_labels` as the loss takes them.
+    `device_inputs` float32 (B, *shape), or a dict of several inputs; `device_labels` as the loss takes them.
     """
 
-    device_inputs: Tensor
+    device_inputs: Inputs
     device_labels: Tensor
 
 
@@ -387,28 +388,30 @@ class DeviceBatches:
         """Order the step after the copy, and keep the memory until the step is done."""
         stream = torch.cuda.current_stream(self._device)
         stream.wait_event(copied)
-        batch.device_inputs.record_stream(stream)
+        for inputs in tensors_in(batch.device_inputs):
+            inputs.record_stream(stream)
         batch.device_labels.record_stream(stream)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _copied(self, batch: Batch) -> DeviceBatch:
-        inputs = to_device(batch.inputs, self._device)
-        if self._transform is not None:
+        inputs = inputs_to_device(batch.inputs, self._device)
+        if self._transform is not None and not isinstance(inputs, dict):
             inputs = self._transform(inputs, RowKeys(self._spec.seed, batch.epoch, batch.row_ids))
         return DeviceBatch(
             **vars(batch),
-            device_inputs=laid_out(inputs, self._spec),
+            device_inputs=inputs if isinstance(inputs, dict) else laid_out(inputs, self._spec),
             device_labels=to_device(_labels(batch, self._spec), self._device),
         )
 
 
-def on_device(batch: Batch, spec: TrainingSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+def on_device(batch: Batch, spec: TrainingSpec, device: torch.device) -> tuple[Inputs, Tensor]:
     """Return the inputs and labels of a batch on the device. Copies them unless they are there."""
     if isinstance(batch, DeviceBatch):
         return batch.device_inputs, batch.device_labels
-    return laid_out(to_device(batch.inputs, device), spec), to_device(_labels(batch, spec), device)
+    inputs = inputs_to_device(batch.inputs, device)
+    return inputs if isinstance(inputs, dict) else laid_out(inputs, spec), to_device(_labels(batch, spec), device)
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
@@ -421,6 +424,14 @@ def to_device(values: Array, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def inputs_to_device(values: Array, device: torch.device) -> Inputs:
+    """Copy a model's input to the device as `to_device` does; records become a dict of tensors."""
+    arrays = arrays_of(values)
+    if isinstance(arrays, dict):
+        return {name: to_device(one, device) for name, one in arrays.items()}
+    return to_device(arrays, device)
 
 
 def laid_out(inputs: Tensor, spec: TrainingSpec) -> Tensor:

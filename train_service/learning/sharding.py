@@ -41,6 +41,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from shared.errors import first_line
 from shared.model_spec import ModelSpec
 from shared.models import build_model, load_weights
+from shared.models.inputs import zero_inputs
+from shared.transforms.records import RowShape
 from train_service.domain.spec import FSDP
 
 # --- Sharded weights and state ---
@@ -234,14 +236,14 @@ LARGEST_UNIT_BYTES = 256 * 2**20
 ROWS = 2
 
 
-def units_of(spec: ModelSpec, row_shape: Sequence[int]) -> list[str]:
+def units_of(spec: ModelSpec, row_shape: RowShape) -> list[str]:
     """Return `find_units` of the spec's model, built on the meta device, where it takes no memory."""
     with torch.device("meta"):
         model = build_model(spec, "spec.model")
     return find_units(model, row_shape)
 
 
-def find_units(model: nn.Module, row_shape: Sequence[int] | None = None) -> list[str]:
+def find_units(model: nn.Module, row_shape: RowShape | None = None) -> list[str]:
     """Return the names of the modules to shard, inner ones first, without the model itself.
 
     With `row_shape`, the shape of one row of the model's input, `model` must be on the meta device. It is called there,
@@ -360,7 +362,7 @@ class _Uses(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _used_outside(model: nn.Module, units: _Units, row_shape: Sequence[int]) -> set[str]:
+def _used_outside(model: nn.Module, units: _Units, row_shape: RowShape) -> set[str]:
     uses = _Uses(units.owners())
     hooks = []
     for name in units.names():
@@ -372,7 +374,7 @@ def _used_outside(model: nn.Module, units: _Units, row_shape: Sequence[int]) -> 
         for training in (True, False):
             model.train(training)
             with torch.device("meta"), torch.set_grad_enabled(training), uses:
-                model(torch.zeros((ROWS, *row_shape)))
+                model(zero_inputs(row_shape, ROWS))
     finally:
         model.train(was_training)
         for hook in hooks:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
@@ -33,6 +32,7 @@ from shared.jobs.transitions import INSUFFICIENT_RESOURCES
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import Pipeline, RowKeys
+from shared.transforms.records import ModelInput, bytes_of_input, dtype_of_input, lengths_of
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from train_service.domain.capacity import INGEST_CPUS
 from train_service.domain.order import Ints, SlicePlan, blocks_of, rank_positions, step_bounds
@@ -73,14 +73,16 @@ class _Piece:
     row_ids: Ints
 
     @classmethod
-    def from_table(cls, table: pa.Table, shape: tuple[int, ...]) -> _Piece:
+    def from_table(cls, table: pa.Table, row: ModelInput) -> _Piece:
         table = table.combine_chunks()
         inputs, labels = (table.column(name).chunk(0) for name in ("inputs", "labels"))
         start = inputs.offset * inputs.type.byte_width
-        flat = np.frombuffer(inputs.buffers()[1], np.float32, len(inputs) * inputs.type.byte_width // 4, start)
+        dtype = dtype_of_input(row)
+        count = len(inputs) * inputs.type.byte_width // dtype.itemsize
+        flat = np.frombuffer(inputs.buffers()[1], dtype, count, start)
         tensors = isinstance(labels, pa.FixedShapeTensorArray)
         return cls(
-            flat.reshape(len(inputs), *shape),
+            flat.reshape(len(inputs), *lengths_of(row.shape)),
             labels.to_numpy_ndarray() if tensors else labels.to_numpy(),
             table.column("row_ids").to_numpy(),
         )
@@ -139,12 +141,12 @@ class ClusterLoader(Loader):
     def _pieces(self, first_step: int) -> Generator[_Piece, None, None]:
         """Yield this rank's prepared rows from `first_step` on, in the order of their positions."""
         tasks = list(self._tasks(first_step))
-        shape = self._preprocessing.output.shape
+        row = self._preprocessing.output
         for start in range(0, len(tasks), TASKS_AT_ONCE):
             for table in _prepared(
                 self._source, tasks[start : start + TASKS_AT_ONCE], self._cache.note_progress, self._run
             ):
-                yield _Piece.from_table(table, shape)
+                yield _Piece.from_table(table, row)
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
         """Yield a task per range of positions [begin, end), a shuffle window of every lane, for each epoch left."""
@@ -189,7 +191,7 @@ def _prepare(tasks: pa.Table, source: Source) -> Iterator[pa.Table]:
     plan = source.plan
     blocks = blocks_of(cache.row_groups, plan.lanes)
     # Positions of all ranks; this rank computes its share of them.
-    at_once = plan.world_size * max(1, source.piece_bytes // (4 * math.prod(preprocessing.output.shape)))
+    at_once = plan.world_size * max(1, source.piece_bytes // bytes_of_input(preprocessing.output))
     for task in tasks.to_pylist():
         windows = Windows(cache, blocks, plan, task["epoch"], read_ahead=False)
         for start in range(task["begin"], task["end"], at_once):

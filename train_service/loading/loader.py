@@ -18,7 +18,6 @@ loss cannot take is refused, with its row, before anything is learnt from it.
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import queue
 import threading
@@ -40,6 +39,7 @@ from shared.dataset_version.parquet import Footers
 from shared.errors import DataLoss, InvalidArgument
 from shared.storage import ObjectStore
 from shared.transforms import RowKeys, batch_of
+from shared.transforms.records import bytes_of_input
 from train_service.domain.order import (
     Ints,
     SlicePlan,
@@ -70,9 +70,9 @@ NAP_S = 5e-4
 class Batch:
     """One rank's share of one step.
 
-    `inputs` float32 (rows, *shape), `labels` int64 (rows,) or float32 for a regression, `row_ids` int64 (rows,). If the
-    device computes the last transform steps, `inputs` are uint8 images. `step` counts over all epochs from 0;
-    `step_rows` is the number of rows over all ranks.
+    `inputs` float32 (rows, *shape), or records (rows,) of several inputs; `labels` int64 (rows,) or float32 for a
+    regression, `row_ids` int64 (rows,). If the device computes the last transform steps, `inputs` are uint8 images.
+    `step` counts over all epochs from 0; `step_rows` is the number of rows over all ranks.
     """
 
     step: int
@@ -145,7 +145,7 @@ class Loader:
 
     def _batch_bytes(self) -> int:
         rows = -(-self._plan.global_batch // self._plan.world_size)
-        return max(rows * math.prod(self._preprocessing.output.shape) * np.float32().itemsize, 1)
+        return max(rows * bytes_of_input(self._preprocessing.output), 1)
 
     def _batches_ahead(self) -> int:
         return min(max(SMALL_BATCHES_BYTES // self._batch_bytes(), BATCHES_AHEAD), SMALL_BATCHES_AHEAD)

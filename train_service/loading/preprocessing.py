@@ -18,6 +18,7 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from shared import names
+from shared.checkpoint.missing_values import finite_rows
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column, row_bytes
 from shared.dataset_version.version import read_report
@@ -39,6 +40,7 @@ from shared.transforms import (
 from shared.transforms.batch import Column as BatchColumn
 from shared.transforms.batch import ColumnType, Step
 from shared.transforms.pipeline import BatchContext, needed_columns, sliced
+from shared.transforms.records import ModelInput, RecordSpec, UnusableColumn, model_input, record_of_columns
 from shared.transforms.steps.columns import Concat, Normalize, ToFloat
 from shared.transforms.steps.custom import Custom, functions_in_children
 from shared.transforms.steps.images import CenterCrop, ColorJitter, RandomCrop, RandomFlip, image_columns, side_by_side
@@ -135,6 +137,7 @@ def bytes_of_row(version: DatasetVersion, split: str, columns: Sequence[str]) ->
 # --- Preprocessing ---
 
 FIELD = "spec.transform"
+INPUTS_FIELD = "spec.input_columns"
 NON_FINITE_REMEDY = (
     "import the version with nan_as_null and fill its nulls, filter such rows in TransformVersion, or set "
     "spec.allow_non_finite"
@@ -155,7 +158,7 @@ KEEP_NON_FINITE = frozenset({"select", "drop", "fill_nulls", "standardize", "nor
 
 
 class Preprocessing:
-    """The steps of the job's own transform that its input column depends on. Immutable."""
+    """The steps of the job's own transform that its input columns depend on. Immutable."""
 
     def __init__(self, spec: TrainingSpec, columns: Sequence[Column], *, asked: bool = False) -> None:
         """Plan the preprocessing.
@@ -163,18 +166,19 @@ class Preprocessing:
         `columns` are the version's; `asked` as in `Pipeline`. Raises `InvalidArgument` that names the step, or
         `spec.input_column`.
         """
-        self.input_column = spec.input_column
+        self.input_columns = spec.inputs
         self._version = spec.dataset_version
         given = schema_of_columns(columns)
         whole = Pipeline.from_config(spec.transform, spec.input_column, FIELD, asked=asked)
         _check_steps(whole)
         schemas = _schemas(whole, given, spec)
+        for name in spec.inputs:
+            if name not in schemas[-1]:
+                raise invalid_field(FIELD, name, f"it takes the input column away and leaves {_names(schemas[-1])}")
         self._input_type = schemas[-1].get(spec.input_column)
-        if self._input_type is None:
-            raise invalid_field(
-                FIELD, spec.input_column, f"it takes the input column away and leaves {_names(schemas[-1])}"
-            )
-        needed = needed_columns(whole.steps, schemas, frozenset([spec.input_column]))
+        # For a model of several inputs.
+        self._record = _record(spec, schemas[-1]) if spec.input_columns else None
+        needed = needed_columns(whole.steps, schemas, frozenset(spec.inputs))
         # In the version's order, without the label: no step gets it, and it is read separately.
         self.columns = [name for name in given if name in needed[0]]
         read = {name: given[name] for name in self.columns}
@@ -194,18 +198,20 @@ class Preprocessing:
         self.config = whole.config
 
     @property
-    def output(self) -> TensorSpec:
+    def output(self) -> ModelInput:
         """The model's input for one row. Raises `InvalidArgument` unless it is a tensor of a fixed shape."""
+        if self._record is not None:
+            return self._record
         made = self._input_type
         lengths = [length for length in made.shape if length is not None] if isinstance(made, TensorType) else []
         if not isinstance(made, TensorType) or len(lengths) < len(made.shape):
-            remedy = f"column {self.input_column!r} must become a float32 tensor of a fixed shape; add steps"
+            remedy = f"column {self.input_columns[0]!r} must become a float32 tensor of a fixed shape; add steps"
             raise invalid_field(FIELD, str(made), remedy)
-        return TensorSpec(self.input_column, made.dtype, tuple(lengths))
+        return TensorSpec(self.input_columns[0], made.dtype, tuple(lengths))
 
     @property
     def carried_floats(self) -> list[str]:
-        """The float columns whose NaN and infinities always reach the model's input."""
+        """The float columns whose NaN and infinities always reach an input of the model."""
         origins = {name: {name} for name in self._floats}
         for _, step in self._steps:
             if isinstance(step, Concat):
@@ -213,7 +219,7 @@ class Preprocessing:
             elif step.op not in KEEP_NON_FINITE:
                 for name in step.reads:  # an encoder or a function may make anything of them
                     origins.pop(name, None)
-        reaching = origins.get(self.input_column, set())
+        reaching = set[str]().union(*(origins.get(name, set()) for name in self.input_columns))
         return [name for name in self._floats if name in reaching]
 
     @property
@@ -227,14 +233,14 @@ class Preprocessing:
         return not self._images and not any(isinstance(step, Custom) for _, step in self._steps)
 
     def __call__(self, rows: Rows, keys: RowKeys | None = None) -> Array:
-        """Return the model's input of these rows, (B, *shape).
+        """Return the model's input of these rows, (B, *shape), or records (B,) of several inputs.
 
         Augmentations act if `keys`, the keys of the rows, are given. As many images are decoded at a time as there is
         room for. Raises `InvalidArgument` that names the id of a row that a step cannot process or, unless the job
         allows such, whose input is NaN or infinite.
         """
         made = self._prepared(rows, keys)
-        if self._is_checked and not np.isfinite(made).all():
+        if self._is_checked and not finite_rows(made).all():
             raise self._non_finite(rows, made, self._split[keys is not None])
         return made
 
@@ -254,8 +260,8 @@ class Preprocessing:
         """
         first = len(self._steps)
         for place, step in reversed(self._steps):
-            before = schemas[place].get(self.input_column)
-            if not isinstance(step, DEVICE_STEPS) or step.column != self.input_column:
+            before = schemas[place].get(self.input_columns[0])
+            if not isinstance(step, DEVICE_STEPS) or step.column != self.input_columns[0]:
                 break
             if not isinstance(before, TensorType) or None in before.shape:
                 break
@@ -285,6 +291,8 @@ class Preprocessing:
             walk = BatchContext(rows.batch(), keys)
             for place, step in self._steps[:end]:
                 walk.through(step, f"{FIELD}.steps[{place}]", place)
+            if self._record is not None:
+                return model_input(walk.batch, self._record, INPUTS_FIELD)
         except RowError as error:
             row_id = int(rows.row_ids[error.row])
             raise InvalidArgument(
@@ -295,19 +303,22 @@ class Preprocessing:
             ) from error
         # torch needs a contiguous, writable array. Most transforms return one.
         dtype = np.float32 if end is None else np.uint8
-        return np.require(walk.batch[self.input_column], dtype, ["C", "W"])
+        return np.require(walk.batch[self.input_columns[0]], dtype, ["C", "W"])
 
     def _non_finite(self, rows: Rows, made: Array, split: str) -> InvalidArgument:
-        finite = np.isfinite(made).reshape(len(made), -1)
-        place = int(np.flatnonzero(~finite.all(axis=1))[0])
-        value = made[place].reshape(-1)[int(np.flatnonzero(~finite[place])[0])]
+        place = int(np.flatnonzero(~finite_rows(made))[0])
+        inputs = (
+            {name: made[name] for name in self.input_columns} if made.dtype.names else {self.input_columns[0]: made}
+        )
+        column = next(name for name, values in inputs.items() if not np.isfinite(values[place]).all())
+        value = _first_non_finite(inputs[column][place : place + 1])
         row_id = int(rows.row_ids[place])
         given = rows.slice(place, place + 1).batch()
         culprits = [name for name in self._floats if not np.isfinite(_numbers(given[name])).all()]
         if culprits:
             problem = f"column {culprits[0]!r} is {_first_non_finite(given[culprits[0]])}"
         else:
-            problem = f"its values are finite, and {FIELD} makes {value} of them in column {self.input_column!r}"
+            problem = f"its values are finite, and {FIELD} makes {value} of them in column {column!r}"
         return InvalidArgument(
             f"spec.dataset_version: row {row_id} of split {split!r} of {self._version}: {problem}; {NON_FINITE_REMEDY}",
             reason="NON_FINITE_VALUES",
@@ -315,7 +326,7 @@ class Preprocessing:
                 "resource": self._version,
                 "row_id": str(row_id),
                 "split": split,
-                "column": culprits[0] if culprits else self.input_column,
+                "column": culprits[0] if culprits else column,
             },
             fields=[("spec.dataset_version", f"row {row_id}: {problem}")],
         )
@@ -356,20 +367,30 @@ def _check_steps(pipeline: Pipeline) -> None:
 def _schemas(pipeline: Pipeline, schema: Schema, spec: TrainingSpec) -> list[Schema]:
     """Return the columns before each step and, last, after all steps.
 
-    If no step can have made the input column by the time a step needs it, the error names `spec.input_column`, not the
+    If no step can have made an input column by the time a step needs it, the error names that column's field, not the
     step.
     """
     schemas = [schema]
+    missing: str | None = None
     for index, step in enumerate(pipeline.steps):
-        if spec.input_column not in schemas[-1] and spec.input_column in step.reads:
+        missing = next((name for name in spec.inputs if name not in schemas[-1] and name in step.reads), None)
+        if missing is not None:
             break
         schemas.append(pipeline.with_steps(pipeline.steps[: index + 1]).output(schema))
     else:
-        if spec.input_column in {*schema, *schemas[-1]}:
+        missing = next((name for name in spec.inputs if name not in {*schema, *schemas[-1]}), None)
+        if missing is None:
             return schemas
-    raise invalid_field(
-        "spec.input_column", spec.input_column, f"{spec.dataset_version} has {_names(schema)}, and no step makes it"
-    )
+    field = f"{INPUTS_FIELD}[{spec.inputs.index(missing)}]" if spec.input_columns else "spec.input_column"
+    raise invalid_field(field, missing, f"{spec.dataset_version} has {_names(schema)}, and no step makes it")
+
+
+def _record(spec: TrainingSpec, schema: Schema) -> RecordSpec:
+    """Return the record of the model's several inputs, of columns after the transform."""
+    try:
+        return record_of_columns(schema, spec.input_columns, INPUTS_FIELD)
+    except UnusableColumn as error:
+        raise invalid_field(error.path, error.name, error.problem) from None
 
 
 def _names(schema: Schema) -> str:
@@ -383,8 +404,8 @@ DEFAULT_VALIDATION_SPLIT = "validation"
 MAX_PROBLEMS = 20
 
 
-def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, DatasetVersion, TensorSpec]:
-    """Return the spec with the version's defaults, the version, and the model's input tensor for one row.
+def fitted(store: ObjectStore, spec: TrainingSpec) -> tuple[TrainingSpec, DatasetVersion, ModelInput]:
+    """Return the spec with the version's defaults, the version, and the model's input for one row.
 
     Raises what `CreateTrainingJob` documents for a specification, except for its model and initial checkpoint.
     """
@@ -435,15 +456,15 @@ def with_defaults(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec:
     return spec
 
 
-def check_fits(spec: TrainingSpec, version: DatasetVersion) -> TensorSpec:
-    """Return the model's prepared input tensor for one row. Raises `InvalidArgument` that names the bad field."""
+def check_fits(spec: TrainingSpec, version: DatasetVersion) -> ModelInput:
+    """Return the model's prepared input for one row. Raises `InvalidArgument` that names the bad field."""
     _check_splits(spec, version)
     _check_label(spec, version)
     check_rows(spec, version.split(spec.train_split).row_count)
     return check_prepared(spec, version.columns)
 
 
-def check_prepared(spec: TrainingSpec, columns: Sequence[Column]) -> TensorSpec:
+def check_prepared(spec: TrainingSpec, columns: Sequence[Column]) -> ModelInput:
     """Check the transform and the model's input, as `check_fits` does, for rows with these columns.
 
     Splits and labels are not checked.
@@ -451,6 +472,9 @@ def check_prepared(spec: TrainingSpec, columns: Sequence[Column]) -> TensorSpec:
     # An operator's function must not hang or end the service that answers.
     with functions_in_children():
         prepared = Preprocessing(spec, columns, asked=True).output
+    if isinstance(prepared, RecordSpec):
+        _check_lengths(spec, columns)
+        return prepared
     dimensions = input_dimensions(spec.model.builder)
     fits = bool(prepared.shape) and dimensions in (None, len(prepared.shape))
     # A user's model may leave its channels open.

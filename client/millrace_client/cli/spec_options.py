@@ -409,6 +409,12 @@ OPTIONS = (
     click.option("--train-split", default="", metavar="SPLIT", help="Default: train."),
     click.option("--validation-split", default="", metavar="SPLIT", help="Default: validation, where there is one."),
     click.option("--input-column", default="", metavar="COLUMN", help="Default: image, or what --concat makes."),
+    click.option(
+        "--input-columns",
+        default="",
+        metavar="COLUMN,…",
+        help="The inputs of a model of your own that takes several, as a dict of tensors; steps are in --transform.",
+    ),
     click.option("--label-column", default="", metavar="COLUMN", help="Default: label."),
     click.option("--task", type=click.Choice(["classification", "regression"]), default="classification"),
     click.option(
@@ -526,11 +532,13 @@ def spec_of(values: dict[str, Any]) -> resources_pb2.TrainingSpec:
     if not steps and values["model"] != MLP and own is None:
         steps = [to_float(), normalize(values["mean"], values["std"])]
     made = [step.concat.into for step in steps if step.HasField("concat")]
+    inputs = [name for name in values["input_columns"].split(",") if name]
     return training_spec(
         values["dataset_version"],
         train_split=values["train_split"],
         validation_split=values["validation_split"],
-        input_column=values["input_column"] or (made[-1] if made else ""),
+        input_column=values["input_column"] or (made[-1] if made and not inputs else ""),
+        input_columns=inputs,
         label_column=values["label_column"],
         task=_task(values),
         target_scaling=f"TARGET_SCALING_{values['target_scaling'].upper()}",

@@ -268,6 +268,12 @@ def test_how_and_where_it_runs_are_options() -> None:
     assert spec.loss.label_smoothing == 0.1
 
 
+def test_the_inputs_of_a_model_that_takes_several_are_an_option() -> None:
+    spec = created("--input-columns", "image,age", "--label-column", "ill")
+
+    assert (list(spec.input_columns), spec.input_column, spec.label_column) == (["image", "age"], "", "ill")
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

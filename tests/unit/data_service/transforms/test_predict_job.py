@@ -31,6 +31,7 @@ from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms import schema_of_columns
 from shared.transforms.steps import images as decoding
+from tests.support import several_inputs
 from tests.support.code_folders import store_bundle
 from tests.support.own_models import code_of_this_process
 from tests.support.predicting import (
@@ -379,3 +380,21 @@ def test_a_model_of_a_users_own_code_predicts_as_its_deployment_answers(store: O
 
     assert found["prediction"] == labels.tolist()
     np.testing.assert_allclose(np.array(found["probabilities"]), probabilities, atol=CLOSE)
+
+
+def test_a_model_of_several_inputs_predicts_as_its_deployment_answers(store: ObjectStore) -> None:
+    several_inputs.commit_rows(store)
+    with code_of_this_process():
+        entry, module = several_inputs.write_model(store)
+        checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
+        model = ServedModel(checkpoint)
+        held_out = holdout_rows(store, several_inputs.VERSION, "validation", 33, model.signature)
+        _, probabilities, labels = model.forward(held_out).checked()
+    with code_of_this_process():
+        job = predict_here(store, source=several_inputs.VERSION, checkpoint=entry.name, outputs=[])
+        found = rows_of(store, done(job))["validation"]
+
+    assert found["prediction"] == labels.tolist()
+    np.testing.assert_allclose(np.array(found["probabilities"]), probabilities, atol=CLOSE)
+    logits = several_inputs.logits_of(module, several_inputs.arrays(several_inputs.table(33, 1)))
+    assert labels.tolist() == logits.argmax(1).tolist()

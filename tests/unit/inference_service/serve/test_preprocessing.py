@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from inference_service.domain.signature import PREPARED, RAW, Rows
+from inference_service.domain.signature import PREPARED, RAW, Rows, TensorSpec
 from inference_service.serve.preprocessing import Preprocessing
 from shared.checkpoint import CheckpointContent
 from shared.dataset_version.manifest import Column
@@ -70,15 +70,15 @@ def objects(*items: bytes) -> np.ndarray[Any, Any]:
 def test_raw_rows_have_a_tensor_for_each_column_that_the_input_is_made_of() -> None:
     assert [(spec.name, str(spec)) for spec in photos().raw] == [("photo", "BYTES [-1]")]
     assert [(spec.name, str(spec)) for spec in table().raw] == [("a", "FP64 [-1]"), ("s", "BYTES [-1]")]
-    assert (photos().prepared.name, str(photos().prepared)) == ("photo", "FP32 [-1, 3, 4, 5]")
-    assert (table().prepared.name, str(table().prepared)) == ("x", "FP32 [-1, 3]")
+    assert photos().prepared == TensorSpec("photo", "FP32", (-1, 3, 4, 5))
+    assert table().prepared == TensorSpec("x", "FP32", (-1, 3))
 
 
 def test_a_checkpoint_of_one_tensor_column_looks_on_the_wire_as_its_column() -> None:
     one = Preprocessing(content())
 
     assert [(spec.name, str(spec), spec.nullable) for spec in one.raw] == [("image", "UINT8 [-1, 28, 28]", False)]
-    assert (one.prepared.name, str(one.prepared)) == ("image", "FP32 [-1, 1, 28, 28]")
+    assert one.prepared == TensorSpec("image", "FP32", (-1, 1, 28, 28))
 
 
 TEXTS = ["a good film", "", "a bad film of 東京", "a good film " * 800_000]

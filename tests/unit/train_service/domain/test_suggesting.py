@@ -391,3 +391,15 @@ def test_a_language_model_predicts_the_tokens_of_its_input_and_needs_no_label() 
     assert (spec["loss"], spec["metrics"]) == ({"name": "next_token"}, ["perplexity"])
     assert spec["target_scaling"] == "TARGET_SCALING_NONE"
     assert spec["model"] == model
+
+
+def test_a_model_of_several_inputs_gets_all_but_their_transform() -> None:
+    columns = (pixels(28, 28), number("age"), text("sex", "f", "m"), digit())
+
+    made = suggested(*columns, model={"entry": "net:Both"}, input_columns=["image", "age"])
+
+    assert made.preparation is None
+    assert {"transform", "input_column"}.isdisjoint(made.spec)
+    assert (made.spec["input_columns"], made.spec["label_column"]) == (["image", "age"], "label")
+    assert made.spec["model"] == {"entry": "net:Both", "num_classes": 10}
+    assert made.spec["epochs"] == suggested(pixels(28, 28), digit(), model={"entry": "net:build"}).spec["epochs"]

@@ -34,6 +34,7 @@ def test_every_batch_comes_whole_and_in_its_order(device: str, ahead: int) -> No
     assert [one.step for one in batches] == list(range(20))
     for one in batches:
         expected = batch(step=one.step)
+        assert isinstance(one.device_inputs, torch.Tensor)
         assert one.device_inputs.device.type == one.device_labels.device.type == device
         np.testing.assert_array_equal(one.device_inputs.cpu().numpy(), expected.inputs)
         np.testing.assert_array_equal(one.device_labels.cpu().numpy(), expected.labels)
@@ -105,6 +106,7 @@ def test_images_lie_as_the_specification_says(device: str, ahead: int) -> None:
     one = Batch(0, 0, images, np.zeros(4, np.int64), np.arange(4), 4)
     for channels_last in (False, True):
         (made,) = DeviceBatches(laid_out(channels_last), torch.device(device), ahead=ahead).batches(b for b in [one])
+        assert isinstance(made.device_inputs, torch.Tensor)
         assert made.device_inputs.is_contiguous(memory_format=torch.channels_last) is channels_last
         np.testing.assert_array_equal(made.device_inputs.cpu().numpy(), images)
 

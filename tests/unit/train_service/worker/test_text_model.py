@@ -28,6 +28,7 @@ from shared.model_spec import ModelSpec
 from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
+from shared.transforms.records import only_tensor
 from tests.support.train_server import with_client
 from tests.support.transforming import commit_tables, transform_here
 from tests.unit.train_service.in_ranks import in_ranks
@@ -92,7 +93,7 @@ def spec_of(version: str, **changes: Any) -> TrainingSpec:
 def settled(store: ObjectStore, spec: TrainingSpec) -> TrainingSpec:
     """The specification of a job that the service accepts."""
     spec, _, model_input = fitted(store, spec)
-    check_model(spec, model_input)
+    check_model(spec, only_tensor(model_input))
     return spec
 
 
