@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from data_service.domain.import_spec import CsvOptions, Source
 from data_service.formats import OpenSource, RowSource, open_sources
+from data_service.imports.reader import open_in_child
 from data_service.storage.source_files import SourceFile, SourceFiles
 from shared.errors import InvalidArgument
 
@@ -48,6 +49,13 @@ def source_of(uris: str | Mapping[str, str], kind: str, split: str = "train", cs
 
 def opened(folder: Path, *sources: Source, types: Mapping[str, str] | None = None) -> list[OpenSource]:
     return open_sources(sources, SourceFiles([PurePosixPath(folder)], None), types or {})
+
+
+def in_child(path: Path, kind: str, types: Mapping[str, str] | None = None) -> RowSource:
+    """The rows of a file that may take a library more than a test's process has: a limited process reads them."""
+    files = SourceFiles([PurePosixPath(path.parent)], None)
+    (one,) = open_in_child([source_of(path.as_uri(), kind)], files, types or {})
+    return one.rows
 
 
 def found_file(path: Path, name: str = "sources[0].uri") -> SourceFile:
