@@ -322,7 +322,11 @@ def _part_of(messages: Sequence[_Message], first_row: int) -> _Part:
 def _messages(opened: BinaryIO) -> Iterator[_Message]:
     """Yields the messages of a file up to its end marker, and leaves it there. Raises `ArrowDamage`."""
     position, metadata_bytes = len(FILE_MAGIC) + 2, MESSAGE_BYTES
+    opened.seek(0, 2)
+    file_bytes = opened.tell()
     while True:
+        if position > file_bytes:
+            raise ArrowDamage("a message's body goes on after its end")
         # One read for most messages: their metadata are as large as those of the message before.
         opened.seek(position)
         data = _read_pieces(opened, 8 + metadata_bytes)

@@ -250,6 +250,23 @@ def test_a_damaged_arrow_file_fails_in_parts_as_it_does_whole(tmp_path: Path, mo
         assert whole == parted or parted == "refused", place
 
 
+def test_an_arrow_message_that_claims_to_end_far_beyond_its_file_is_no_failing_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 5000)
+    path = tmp_path / "t.arrow"
+    write_arrow(path, TYPED.select(["n"]), rows=500)
+    body_bytes = struct.pack("<q", 4000)
+    data = path.read_bytes()
+    assert data.count(body_bytes) > 2
+    for claimed in (2**44, 2**62):
+        rewrite(path, data.replace(body_bytes, struct.pack("<q", claimed)))
+        (one,) = opened(tmp_path, source_of(path.as_uri(), "arrow"))
+        (part,) = one.rows.parts()
+        with pytest.raises(InvalidArgument, match="it is not a whole Arrow file"):
+            table_of(part)
+
+
 def outcome(parts: Sequence[RowSource]) -> pa.Table | str:
     try:
         return read(*parts)[0]
