@@ -382,7 +382,7 @@ class Step(ABC):
 
     @abstractmethod
     def to_proto(self) -> transform_pb2.TransformStep:
-        """Invert `of`, including what was learned."""
+        """Invert `from_message`, including what was learned."""
 
     @property
     @abstractmethod
