@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from xdist.scheduler import LoadScopeScheduling
@@ -15,28 +17,46 @@ SHARING = (
     "tests/e2e",
 )
 FAULT = "tests/fault"
-# What takes a minute or more, the longest first. Begun last, it would leave the other processes without work.
+# Files with this import fork processes from one that has imported torch. Its imports take 10 s of CPU time in each
+# process of xdist that runs such a file. So only two run them: one those of `LEARNING`, the other the rest.
+FORKING = "from tests.unit.train_service.in_ranks import "
+LEARNING, OTHER_FORKING = "tests/unit/train_service/learning", "tests/unit/train_service"
+# What takes long, the longest first. Begun last, it would leave the other processes without work.
 LONGEST = (
     "tests/integration/train_service",
     "tests/integration/data_service",
-    "tests/unit/train_service/test_torchrun_main.py",
+    LEARNING,
+    OTHER_FORKING,
     "tests/contract/jobs",
     "tests/unit/inference_service/serve/test_overload.py",
-    "tests/unit/train_service/learning/test_learner.py",
     "tests/unit/train_service/worker/test_loop.py",
+    "tests/unit/train_service/jobs/test_checkpoint_import.py",
+    "tests/unit/train_service/jobs/test_own_weights_import.py",
+    "tests/unit/train_service/jobs/test_own_model_check.py",
+    "tests/unit/train_service/attempt/test_supervision.py",
+    "tests/contract/checkpoints/test_slow_line.py",
 )
 
 
+@cache
+def _forks(file: Path) -> bool:
+    return FORKING in file.read_text()
+
+
 class BySuite(LoadScopeScheduling):  # type: ignore[misc]
-    """Whole suites where files share fixtures, of the faults those of one service; else whole files. The longest go
-    first."""
+    """Whole suites where files share fixtures or processes, of the faults those of one service; else whole files. The
+    longest go first."""
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
         folder, _, name = path.rpartition("/")
         if folder == FAULT:
             return "_".join([folder, *name.split("_")[:2]])  # fault/test_data_...
-        return folder if folder in SHARING else path
+        if folder in SHARING:
+            return folder
+        if folder.startswith(OTHER_FORKING) and _forks(self.config.rootpath / path):
+            return LEARNING if folder == LEARNING else OTHER_FORKING
+        return path
 
     def _assign_work_unit(self, node: Any) -> None:
         for scope in reversed(LONGEST):
