@@ -2,58 +2,51 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from shared.jobs import Jobs
+from shared.jobs import AttemptContext, Jobs
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import VERSION
-from tests.unit.train_service.in_ranks import in_ranks
+from tests.unit.train_service.in_ranks import forked_process, in_ranks
 from tests.unit.train_service.worker.test_loop import ALONE, SPEC, config_of, entries, events, new_job, saved
 from train_service.attempt.outcomes import HUNG
+from train_service.domain import watchdog
+from train_service.domain.watchdog import Phase
 from train_service.learning.ranks import Ranks
 from train_service.records.event_log import TRAIN_KIND, EventKind
 from train_service.records.logs import STACKS_CHUNK, rank_folder
+from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer
 from train_service.worker.loop import Run, train_loop
 
 JOB = "trainingJobs/a"
-# An attempt in local mode whose training stands still, looked after by itself.
-HANGS = """
-import sys, time
-from shared.jobs import AttemptContext, Jobs
-from shared.settings import StoreSettings
-from shared.storage import open_store
-from train_service.domain import watchdog
-from train_service.domain.watchdog import Phase
-from train_service.worker.heartbeat import HeartbeatSender
-from train_service.worker.heartbeat import HeartbeatServer
-from train_service.attempt.trainer import Supervision
-from tests.unit.train_service.worker.test_loop import SPEC
-from dataclasses import replace
 
-watchdog.MIN_SECONDS = 2.0
-Supervision._check_drains = lambda self, ranks: None  # there is no Ray to ask
-def train_loop():
-    time.sleep(600)
 
-store = open_store(StoreSettings(url=sys.argv[1]))
-jobs = Jobs(store, "train")
-context = AttemptContext(store, jobs, sys.argv[2], jobs.get(sys.argv[2], sys.argv[2]))
-spec = replace(SPEC, num_workers=0)
-with (
-    HeartbeatServer("127.0.0.1") as heartbeats,
-    Supervision(context, spec, heartbeats),
-    HeartbeatSender(0, heartbeats.address) as heartbeat,
-):
-    heartbeat.at(5, Phase.TRAINING)
-    train_loop()
-"""
+def stand_still(url: str, job: str) -> None:
+    """An attempt in local mode whose training stands still, watched by itself."""
+    from train_service.attempt.trainer import Supervision  # imports Ray, which ranks do not need
+
+    watchdog.MIN_SECONDS = 2.0
+    Supervision._check_drains = lambda *_: None  # type: ignore[method-assign]  # there is no Ray to ask
+
+    def train_loop() -> None:
+        time.sleep(600)
+
+    store = open_store(StoreSettings(url=url))
+    jobs = Jobs(store, TRAIN_KIND)
+    context = AttemptContext(store, jobs, job, jobs.get(job, job))
+    with (
+        HeartbeatServer("127.0.0.1") as heartbeats,
+        Supervision(context, replace(SPEC, num_workers=0), heartbeats),
+        HeartbeatSender(0, heartbeats.address) as heartbeat,
+    ):
+        heartbeat.at(5, Phase.TRAINING)
+        train_loop()
 
 
 def one_worker(ranks: Ranks, settings: StoreSettings) -> None:
@@ -80,9 +73,10 @@ def test_a_hang_in_local_mode_is_reported_with_the_stacks_and_ends_the_process(
     store: ObjectStore, file_store: StoreSettings
 ) -> None:
     new_job(store, JOB)
-    hung = subprocess.run([sys.executable, "-c", HANGS, file_store.url, JOB], timeout=400, check=False)
+    hung = forked_process(stand_still, file_store.url, JOB)
+    hung.join()
 
-    assert hung.returncode == 1
+    assert hung.exitcode == 1
     assert b"in train_loop" in store.get(f"{rank_folder(JOB, 1, 0)}/{STACKS_CHUNK}")
     (ended,) = events(store, JOB, EventKind.ATTEMPT_ENDED)
     assert (ended.payload["cause"], ended.payload["ranks"]) == (HUNG, [0])

@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from shared.errors import FailedPrecondition
+from tests.unit.train_service.in_ranks import forked_process
 from train_service.program.process import AttemptFolder
 
 STORE, JOB = "s3://millrace/dev", "trainingJobs/own"
-HOLDER = """
-import sys
-from pathlib import Path
-from train_service.program.process import AttemptFolder
 
-store, job, attempt, root = sys.argv[1:]
-with AttemptFolder(store, job, int(attempt), 0, Path(root)).entered() as folder:
-    (folder.tmp / "left").write_text("by a rank that was killed")
-    print(folder.path, flush=True)
-    sys.stdin.read()
-"""
+
+def hold(connection: Connection, store: str, job: str, attempt: int, root: Path) -> None:
+    with AttemptFolder(store, job, attempt, 0, root).entered() as folder:
+        (folder.tmp / "left").write_text("by a rank that was killed")
+        connection.send(folder.path)
+        connection.recv()
 
 
 class Holder:
     """A rank in a process of its own, inside of its folder."""
 
     def __init__(self, root: Path, store: str = STORE, job: str = JOB, attempt: int = 1) -> None:
-        command = [sys.executable, "-c", HOLDER, store, job, str(attempt), str(root)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        self.path = Path(self.process.stdout.readline().strip())
+        self._connection, theirs = multiprocessing.Pipe()
+        self.process = forked_process(hold, theirs, store, job, attempt, root)
+        theirs.close()
+        self.path: Path = self._connection.recv()
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.join()
 
     def leave(self) -> None:
-        self.process.communicate()
-        assert self.process.returncode == 0
+        self._connection.send("leave")
+        self.process.join()
+        assert self.process.exitcode == 0
 
 
 def test_tmpdir_is_the_ranks_own_while_it_is_there(tmp_path: Path) -> None:
