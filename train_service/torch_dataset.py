@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.train.v1 import resources_pb2
 from shared.errors import invalid_field
+from shared.models.inputs import Inputs, tensors_of
 from shared.settings import StoreSettings, allowed_functions, store_settings
 from shared.storage import open_store
 from train_service.convert_specs import spec_from_proto
@@ -21,8 +22,10 @@ from train_service.loading.loader import Batches, Loader
 from train_service.loading.preprocessing import fitted
 
 
-class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+class TrainingBatches(IterableDataset[tuple[Inputs, torch.Tensor]]):
     """Batches of one rank from the current position: inputs float32 (rows, *shape) and labels (rows,).
+
+    With `input_columns` the inputs are a dict with a tensor for each column.
 
     Use it with `DataLoader(dataset, batch_size=None)`, because it yields whole batches. One pass yields the rest of the
     run, or of the epoch that `set_epoch` chose. Its state is the number of steps taken: `state_dict` after a batch, and
@@ -68,7 +71,7 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         # Steps that a restored state counts as taken are not repeated.
         self._restored = 0
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Inputs, torch.Tensor]]:
         if get_worker_info() is not None:
             raise ValueError("TrainingBatches: num_workers must be 0; the loader reads ahead by itself")
         if self._step >= self._end:
@@ -76,7 +79,7 @@ class TrainingBatches(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         with closing(self._loader.batches(self._step)) as batches:
             for batch in islice(batches, self._end - self._step):
                 self._step = batch.step + 1
-                yield torch.from_numpy(batch.inputs), torch.from_numpy(batch.labels)
+                yield tensors_of(batch.inputs), torch.from_numpy(batch.labels)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass yield `epoch`, counted from 0, only.

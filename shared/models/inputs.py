@@ -28,6 +28,14 @@ def arrays_of(values: NDArray[Any]) -> NDArray[Any] | dict[str, NDArray[Any]]:
     return {name: np.require(values[name], requirements=["C", "W", "O"]) for name in values.dtype.names}
 
 
+def tensors_of(values: NDArray[Any]) -> Inputs:
+    """Return the input as tensors in host memory. Those of a single array share its memory."""
+    arrays = arrays_of(values)
+    if isinstance(arrays, dict):
+        return {name: torch.from_numpy(one) for name, one in arrays.items()}
+    return torch.from_numpy(arrays)
+
+
 def part_of(inputs: Inputs, begin: int, end: int) -> Inputs:
     """Return the rows [begin, end) without a copy."""
     if isinstance(inputs, Tensor):
