@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from millrace.train.v1 import resources_pb2
 from shared.errors import invalid_field
-from shared.models.inputs import Inputs, tensors_of
+from shared.models.inputs import tensors_of
 from shared.settings import StoreSettings, allowed_functions, store_settings
 from shared.storage import open_store
 from train_service.convert_specs import spec_from_proto
@@ -22,7 +22,7 @@ from train_service.loading.loader import Batches, Loader
 from train_service.loading.preprocessing import fitted
 
 
-class TrainingBatches(IterableDataset[tuple[Inputs, torch.Tensor]]):
+class TrainingBatches(IterableDataset[tuple[Any, torch.Tensor]]):
     """Batches of one rank from the current position: inputs float32 (rows, *shape) and labels (rows,).
 
     With `input_columns` the inputs are a dict with a tensor for each column.
@@ -71,7 +71,7 @@ class TrainingBatches(IterableDataset[tuple[Inputs, torch.Tensor]]):
         # Steps that a restored state counts as taken are not repeated.
         self._restored = 0
 
-    def __iter__(self) -> Iterator[tuple[Inputs, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
         if get_worker_info() is not None:
             raise ValueError("TrainingBatches: num_workers must be 0; the loader reads ahead by itself")
         if self._step >= self._end:

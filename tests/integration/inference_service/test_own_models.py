@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
-import millrace_client as mc
 from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.replica import ModelReplica, ReplicaSpec
-from millrace_client.errors import InvalidArgument
 from shared.checkpoint import CheckpointRegistry
 from shared.code_bundle_registry import load_code
 from shared.errors import FailedPrecondition
@@ -28,7 +26,6 @@ from tests.integration.inference_service.client import assert_same_answer, outpu
 from tests.integration.inference_service.conftest import Stack
 from tests.support.code_folders import store_bundle
 from tests.support.own_models import code_of_this_process
-from tests.support.several_inputs import arrays, logits_of, table, write_model
 
 NET = """
 import torch
@@ -91,28 +88,6 @@ def test_an_own_model_is_served_with_the_answers_of_the_model_and_names_its_code
     assert "code_bundle" not in trusted.client.infer("digits", IMAGES).parameters
     for name in ("cells", "digits"):
         trusted.client.delete(f"deployments/{name}")
-
-
-def test_a_model_of_several_inputs_is_served_with_a_tensor_for_each(s3_stack: Stack) -> None:
-    with code_of_this_process():
-        entry, module = write_model(s3_stack.store)
-    s3_stack.client.deploy("several", entry.name)
-    inputs = arrays(table(3))
-    with mc.connect(inference=s3_stack.service.address) as millrace:
-        described = millrace.inference.model_metadata("several")
-        answer = millrace.inference.infer("several", inputs)
-        with pytest.raises(InvalidArgument) as missing:
-            millrace.inference.infer("several", {name: inputs[name] for name in ("image", "age", "smokes")})
-
-    assert [(one.name, one.datatype) for one in described.inputs if ".null" not in one.name] == [
-        ("image", "UINT8"),
-        ("age", "FP64"),
-        ("smokes", "BOOL"),
-        ("tokens", "INT32"),
-    ]
-    assert_same_answer(answer.outputs["logits"], logits_of(module, inputs))
-    assert "tensor 'tokens' is missing" in missing.value.message
-    s3_stack.client.delete("deployments/several")
 
 
 def test_a_service_that_runs_no_such_code_deploys_none(stack: Stack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from inference_service.deploy.rollout_driver import holdout_rows
 from inference_service.domain.signature import RAW, Rows, Signature, WireTensor, datatype_of, rows_of
+from inference_service.serve.replica import ModelReplica, ReplicaSpec
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import load_checkpoint
 from shared.errors import InvalidArgument
@@ -70,6 +72,25 @@ def test_rows_of_several_requests_are_answered_together_as_the_model_answers_the
     np.testing.assert_allclose(logits, expected, atol=CLOSE)
     assert labels.tolist() == expected.argmax(1).tolist()
     assert probabilities.shape == expected.shape
+
+
+def test_a_replica_loads_the_code_and_answers_rows_of_several_inputs(store: ObjectStore) -> None:
+    with code_of_this_process():
+        entry, module = write_model(store)
+    spec = ReplicaSpec(
+        store=store.settings,
+        folder=entry.folder,
+        manifest_sha256=entry.manifest_sha256,
+        threads=1,
+        max_batch_size=4,
+        own_code=True,
+    )
+    inputs = arrays(table(3))
+
+    with code_of_this_process():
+        answered = asyncio.run(ModelReplica(spec).forward(Rows(RAW, inputs)))
+
+    np.testing.assert_allclose(answered.arrays[0], logits_of(module, inputs), atol=CLOSE)
 
 
 def test_only_the_rows_with_a_null_or_a_nan_are_refused(served: tuple[ServedModel, torch.nn.Module]) -> None:

@@ -40,7 +40,6 @@ from tests.support.several_inputs import (
     spec_of_four,
     table,
 )
-from tests.support.transforming import commit_tables
 from tests.unit.train_service.in_ranks import in_ranks
 from tests.unit.train_service.worker.test_loop import entries, events, lose_and_begin, new_job, run_of, saved
 from train_service.domain.spec import FSDP, OptimizerSpec, Placement, TrainingSpec, settled
@@ -213,6 +212,8 @@ def test_pieces_of_ray_data_hold_the_same_records(store: ObjectStore) -> None:
 
 
 def test_a_null_that_no_step_fills_is_refused_with_its_row_and_column(store: ObjectStore) -> None:
+    from tests.support.transforming import commit_tables  # imports Ray, which ranks do not need
+
     rows = table(ROWS)
     ages = rows["age"].to_pylist()
     ages[11] = None
