@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data_service.formats.interface import LARGE_BYTES
+from data_service.formats.interface import LARGE_BYTES, PART_BYTES
 from tests.support.ray_head import RayHead
 
 pytestmark = pytest.mark.long
@@ -119,5 +119,5 @@ def test_tasks_infer_the_columns_that_one_process_infers(data_ray: RayHead, tmp_
     assert [name for name, _ in passes] == ["ScanInChild", "ScanInChild", "WritePart"]
     cuts, scans, parts = (count for _, count in passes)
     assert cuts == 1
-    assert scans >= LARGE_BYTES // (32 * 1024 * 1024)
+    assert scans >= LARGE_BYTES // PART_BYTES
     assert parts > 1
