@@ -13,6 +13,7 @@ import gc
 import importlib
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 NAMESPACE = "millrace"
 # The starter of an actor calls it from then on. If the starter dies, the actor would never be called again.
 CALL_TIMEOUT_S = 60.0
+# In the long text of Ray's memory monitor.
+MEMORY_USED = re.compile(r"[\d.]+GB used / [\d.]+GB limit")
 # An actor that requests no CPU may be placed on any node; a service's own node, labelled so, ends with the service.
 NOT_BESIDE_A_SERVICE = {"millrace.role": "!service"}
 
@@ -115,6 +118,15 @@ def find_actor(name: str) -> ray.actor.ActorHandle[AttemptActor] | None:
         return ray.get_actor(name, namespace=NAMESPACE) if name else None
     except ValueError:
         return None
+
+
+def memory_kill(actor: ray.actor.ActorHandle[AttemptActor]) -> str:
+    """Return how full the node was if Ray ended the actor because the node ran low on memory. Otherwise empty."""
+    cause = ray_state.actors(actor_id=actor._actor_id.hex()).get("DeathCause")
+    if cause is None or not cause.HasField("oom_context"):
+        return ""
+    found = MEMORY_USED.search(cause.oom_context.error_message)
+    return f"the node ran low on memory{f', with {found[0]}' if found else ''}"
 
 
 def _load(name: str) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError
 
 from shared.errors import STORE_OUTAGES, Unavailable
-from shared.jobs.actor import NAMESPACE, Standby, find_actor, new_actor_name, start_actor
+from shared.jobs.actor import NAMESPACE, Standby, find_actor, memory_kill, new_actor_name, start_actor
 from shared.jobs.registry import Jobs, LiveJob, log_prefix
 from shared.jobs.transitions import (
     PREEMPTED,
@@ -103,6 +103,8 @@ class Reconciler:
         self._missing: Counter[str] = Counter()
         # By uid: attempts that the log has begun, or may have, and whose actor has not been called yet.
         self._starting: dict[str, _Start] = {}
+        # By uid: the actor of the present attempt, with the attempt's number.
+        self._actors: dict[str, tuple[int, Any]] = {}
         # By uid: what the next attempt waits for, as clients see it.
         self._waiting: dict[str, str] = {}
         # The logs of the live jobs, by their folders.
@@ -187,7 +189,8 @@ class Reconciler:
             # Begun by us: the log's answer was lost, or the actor could not be started at that time.
             self._kind.begun(job)
             self._start(live, job, start)
-        elif find_actor(job.actor) is not None:
+        elif (actor := find_actor(job.actor)) is not None:
+            self._actors[live.uid] = job.attempt, actor
             self._missing.pop(live.uid, None)
         else:
             self._missing[live.uid] += 1
@@ -210,6 +213,7 @@ class Reconciler:
         self._orphans.pop(live.uid, None)
         self._missing.pop(live.uid, None)
         self._starting.pop(live.uid, None)
+        self._actors.pop(live.uid, None)
 
     def _begin(self, live: LiveJob, job: JobRecord) -> None:
         if zombie := find_actor(job.actor):
@@ -246,6 +250,7 @@ class Reconciler:
         logger.info("%s: starting attempt %d", job.name, job.attempt)
         # A standby actor that was not called in time has ended by itself.
         actor: Any = find_actor(start.actor) or start_actor(start.actor)
+        self._actors[live.uid] = job.attempt, actor
         actor.run.remote(self._kind.entry, self._settings, self._kind.name, live.folder, job.attempt)
         self._starting.pop(live.uid, None)
 
@@ -255,6 +260,8 @@ class Reconciler:
         # Before the transition: if this process ends in between, the next poll repeats the call.
         self._kind.lost(self._store, job)
         leaving = self._jobs.was_leaving(live.folder, job.attempt)
+        attempt, actor = self._actors.pop(live.uid, (0, None))
+        memory = memory_kill(actor) if attempt == job.attempt else ""
 
         def decide(newest: JobRecord) -> JobRecord:
             if newest.state.final or newest.attempt != job.attempt:
@@ -265,7 +272,11 @@ class Reconciler:
                 return confirm_suspend(newest, time.time())
             if newest.state is not JobState.RUNNING:
                 return newest
-            why = f"the process of attempt {job.attempt} ended{', as a node was taken away' if leaving else ''}"
+            why = f"the process of attempt {job.attempt} ended"
+            if leaving:
+                why += ", as a node was taken away"
+            elif memory:
+                why += f", as {memory}"
             cause = Unavailable(why, reason=PREEMPTED if leaving else "ATTEMPT_LOST")
             return lose_attempt(newest, cause, time.time())
 

@@ -122,6 +122,7 @@ class Cluster:
             monkeypatch.setattr(module, "usable_nodes", lambda: [Node("a", dict(self.free), self.total)])
         monkeypatch.setattr(shared_reconciler, "find_actor", self.find)
         monkeypatch.setattr(shared_reconciler, "start_actor", self.start)
+        monkeypatch.setattr(shared_reconciler, "memory_kill", lambda _: "")
         self.kept: dict[str, float] = {}
         queue = Queue(
             lambda: self.now, lambda: self.holding, lambda actor: actor in self.actors, lambda: dict(self.kept)

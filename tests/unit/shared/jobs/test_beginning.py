@@ -23,6 +23,7 @@ class Cluster:
         self.alive: set[str] = set()
         self.ran: list[int] = []
         self.failing = 0
+        self.memory_kill = ""
 
     def find(self, name: str) -> Any:
         return self._handle() if name in self.alive else None
@@ -51,6 +52,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     monkeypatch.setattr(reconciler, "find_actor", cluster.find)
     monkeypatch.setattr(reconciler, "start_actor", cluster.start)
+    monkeypatch.setattr(reconciler, "memory_kill", lambda _: cluster.memory_kill)
     return cluster
 
 
@@ -145,3 +147,23 @@ def test_an_attempt_whose_process_went_with_its_node_is_no_failure(
     job = jobs.get(JOB, JOB)
     assert job.state is JobState.RECOVERING
     assert (job.preemptions, job.failures) == ((1, 0) if leaving else (0, 1))
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_the_error_of_an_attempt_that_ray_killed_for_memory_says_so(
+    store: ObjectStore, jobs: Jobs, cluster: Cluster, is_seen: bool
+) -> None:
+    one = reconciling(store)
+    one.reconcile()
+    if is_seen:
+        one = reconciling(store)  # which has not started the attempt, but found its actor
+        one.reconcile()
+    cluster.alive.clear()
+    cluster.memory_kill = "the node ran low on memory"
+    for _ in range(reconciler.POLLS_BEFORE_LOST):
+        one.reconcile()
+
+    job = jobs.get(JOB, JOB)
+    assert (job.state, job.failures) == (JobState.RECOVERING, 1)
+    assert job.error is not None
+    assert "attempt 1 ended, as the node ran low on memory" in job.error["message"]

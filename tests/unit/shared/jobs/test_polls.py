@@ -46,6 +46,7 @@ def test_an_attempt_whose_actor_is_missed_now_and_then_but_never_twice_in_a_row_
     job = JobRecord(uid="u", name=JOB, spec={}, create_time=0, update_time=0)
     jobs.create(JOB, replace(job, state=JobState.RUNNING, attempt=1, actor="a"))
     monkeypatch.setattr(reconciler, "find_actor", lambda name: name if name in there else None)
+    monkeypatch.setattr(reconciler, "memory_kill", lambda _: "")
     looking = Reconciler(ServiceSettings(listen="", store=store.settings), JobKind(name=KIND, entry="no:entry"))
 
     for _ in range(2 * reconciler.POLLS_BEFORE_LOST):
