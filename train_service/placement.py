@@ -25,7 +25,7 @@ from ray.core.generated import gcs_pb2
 
 from shared.durable import fields_of
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.jobs.actor import NOT_BESIDE_A_SERVICE, find_actor, staying_nodes
+from shared.jobs.actor import find_actor, staying_nodes, worker_labels
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.domain.capacity import (
     GRAIN,
@@ -272,8 +272,8 @@ def is_settling(spec: TrainingSpec, device: str) -> bool:
 
 
 def selector() -> dict[str, str]:
-    """Return the labels that a worker's node must have."""
-    return dict(NOT_BESIDE_A_SERVICE)
+    """Return the labels that a worker's node must have. Blocks for `NODE_ANSWERS_TIMEOUT_S` if a node is silent."""
+    return worker_labels()
 
 
 def _takes_workers(node: Mapping[str, Any]) -> bool:

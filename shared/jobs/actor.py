@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -42,6 +42,8 @@ CALL_TIMEOUT_S = 60.0
 MEMORY_USED = re.compile(r"[\d.]+GB used / [\d.]+GB limit")
 # An actor that requests no CPU may be placed on any node; a service's own node, labelled so, ends with the service.
 NOT_BESIDE_A_SERVICE = {"millrace.role": "!service"}
+# Ray gives each node a label of this name.
+NODE_ID_LABEL = "ray.io/node-id"
 
 
 class AttemptActor:
@@ -95,17 +97,21 @@ def new_actor_name(kind: str) -> str:
 
 
 def start_actor(name: str) -> ray.actor.ActorHandle[AttemptActor]:
-    """Start an actor. Returns at once."""
+    """Start an actor on a node that stays. Returns at once, or after `NODE_ANSWERS_TIMEOUT_S` if a node is silent."""
+    options: dict[str, Any] = {"num_cpus": 0, "label_selector": worker_labels()}
+    if NODE_ID_LABEL in options["label_selector"]:
+        # Ray sends an actor that requests nothing to any node, whatever its labels; this one to the caller's node,
+        # which looks at them.
+        options["memory"] = 1
     actor: ray.actor.ActorHandle[AttemptActor] = (
         ray.remote(AttemptActor)
         .options(
             name=name,
             namespace=NAMESPACE,
             lifetime="detached",
-            num_cpus=0,
-            label_selector=NOT_BESIDE_A_SERVICE,
             max_restarts=0,
             max_task_retries=0,
+            **options,
         )
         .remote()  # type: ignore[assignment]
     )
@@ -216,15 +222,31 @@ def draining_nodes() -> set[str]:
 def staying_nodes() -> list[dict[str, Any]]:
     """Return the live nodes of `ray.nodes()` that stay. Blocks for `NODE_ANSWERS_TIMEOUT_S` if a node is silent."""
     draining = draining_nodes()
-    nodes = [
-        node
-        for node in ray.nodes()  # type: ignore[no-untyped-call]
-        if node["Alive"] and node["NodeID"] not in draining
-    ]
+    return _answering(
+        [
+            node
+            for node in ray.nodes()  # type: ignore[no-untyped-call]
+            if node["Alive"] and node["NodeID"] not in draining
+        ]
+    )
+
+
+def _answering(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if not nodes:
         return []
     with ThreadPoolExecutor(min(len(nodes), AT_ONCE)) as pool:
         return [node for node, answers in zip(nodes, pool.map(_answers, nodes), strict=True) if answers]
+
+
+def worker_labels() -> dict[str, str]:
+    """Return the labels that a node of an attempt or a worker must have.
+
+    The node is not a service's own, and not one that is silent but alive to Ray.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    answering = {node["NodeID"] for node in _answering(nodes)}
+    silent = [node["NodeID"] for node in nodes if node["NodeID"] not in answering]
+    return {**NOT_BESIDE_A_SERVICE, **({NODE_ID_LABEL: f"!in({','.join(silent)})"} if silent else {})}
 
 
 def node_of(actor: ray.actor.ActorHandle[Any]) -> str:

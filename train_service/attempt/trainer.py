@@ -35,7 +35,7 @@ from ray.train import TrainingFailedError
 
 from shared.errors import STORE_OUTAGES, Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, warm_workers
-from shared.jobs.actor import draining_nodes
+from shared.jobs.actor import NODE_ID_LABEL, draining_nodes
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
 from shared.log import StaleAttempt
 from shared.logging_and_tracing import flush_logs
@@ -624,7 +624,6 @@ class Supervision:
 # --- Processes on other nodes ---
 
 TIMEOUT_S = 20.0
-NODE_ID_LABEL = "ray.io/node-id"
 
 
 def end_hard(ranks: list[RankHeartbeat]) -> dict[int, str]:

@@ -11,6 +11,7 @@ from ray.train.v2._internal.callbacks.datasets import DatasetsCallback
 
 from shared.model_spec import ModelSpec
 from shared.settings import StoreSettings
+from train_service.attempt import ray_run
 from train_service.attempt.ray_run import OF_THE_ATTEMPT, RayRun, backend_of
 from train_service.domain.spec import Placement, TrainingSpec
 from train_service.placement import Size
@@ -38,6 +39,7 @@ def test_only_a_script_has_a_process_for_datasets_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, datasets: dict[str, Any] | None, starts: bool
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(ray_run, "selector", dict)  # no Ray is here to ask for silent nodes
     for name, value in OF_THE_ATTEMPT.items():  # which a run sets in its process, and this process lives on
         monkeypatch.setenv(name, value)
     spec = TrainingSpec(
