@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,10 @@ SEED, KILLS, EPOCHS = 24, 10, 8
 
 @dataclass
 class Site:
-    """A train service and its Ray head."""
+    """A service on a Ray head that can be taken away and put back, on the same port."""
 
     stack: TrainStack
+    stop: ExitStack
     head: RayHead
 
     def kill_service(self) -> None:
@@ -62,22 +63,30 @@ class Site:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def kill_head(self) -> None:
+        self.head.kill()
+        port = int(self.head.address.rpartition(":")[2])
+        self.head = self.stop.enter_context(ray_head(num_cpus=4, port=port))
+
 
 # The strike, and how many attempts there are in the end.
 STRIKES: dict[str, tuple[Callable[[Site], None], int]] = {
     "service": (Site.kill_service, 1),
     "reconciler": (Site.kill_reconciler, 1),
     "attempt": (Site.kill_attempt, 2),
+    "head": (Site.kill_head, 2),
 }
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     folder: Path = tmp_path_factory.mktemp("loop-kills")
-    settings = StoreSettings(url=(folder / "store").as_uri())
-    with ray_head(num_cpus=4) as head, train_stack(settings, head.address, folder) as stack:
+    with ExitStack() as stop:
+        head = stop.enter_context(ray_head(num_cpus=4))
+        settings = StoreSettings(url=(folder / "store").as_uri())
+        stack = stop.enter_context(train_stack(settings, head.address, folder))
         commit_rows(stack)
-        yield Site(stack, head)
+        yield Site(stack, stop, head)
 
 
 @pytest.fixture(scope="module")
