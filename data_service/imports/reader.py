@@ -396,6 +396,8 @@ class ReaderProcess:
                 self.has_network = bool(header["has_network"])
             elif "alive" not in header:
                 return header, payload
+            elif "file" in header:
+                call.note_file(header["file"])
 
     # The socket
 
@@ -588,6 +590,12 @@ class _Call:
             return {"error": error.as_record()}, b"", []
         except (OSError, pa.ArrowException) as error:
             return {"os_error": [getattr(error, "errno", None), str(error)]}, b"", []
+
+    def note_file(self, number: object) -> None:
+        """Notes that the child reads a file that was opened ahead."""
+        if not isinstance(number, int) or not 0 <= number < len(self.files):
+            raise FrameError(f"it reads file {number}")
+        self._file = self.files[number]
 
     def close_file(self, opened: object) -> None:
         if isinstance(opened, int) and (file := self._opened.pop(opened, None)) is not None:

@@ -165,6 +165,7 @@ class Parent:
     def open(self, number: int) -> Any:
         """Opens a file: a local one by its descriptor, others by their bytes on request."""
         if (descriptor := self._ahead.pop(number, None)) is not None:
+            self.send({"alive": True, "file": number})  # an error of the file's bytes has to name it
             return os.fdopen(descriptor, "rb")
         answer, _ = self.ask("open", file=number)
         if answer["local"]:

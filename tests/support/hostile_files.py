@@ -75,6 +75,34 @@ def parquet_that_claims(rows: int, of_group: int, rows_there: int = 1000) -> byt
     return pages + footer + len(footer).to_bytes(4, "little") + b"PAR1"
 
 
+def parquet_that_aborts() -> bytes:
+    """Arrow throws where nobody catches when it is asked for the metadata of this file's column chunk."""
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"n": [1, None, 3]}), sink, compression="none")
+    data: bytes = sink.getvalue().to_pybytes()
+    # The histogram of definition levels, here [1, 2], among the column's size statistics: two numbers become one.
+    histogram = b"\x19\x26\x02\x04"
+    assert data.count(histogram) == 1
+    return data.replace(histogram, b"\x19\x16\x82\x00")
+
+
+def parquet_that_lies_at(offset: int) -> bytes:
+    """A column of a thousand rows; its footer claims that its first page is at `offset`, and not at byte 4."""
+    sink = pa.BufferOutputStream()
+    table = pa.table({"n": np.arange(1000)})
+    options = {"use_dictionary": False, "write_statistics": False, "store_schema": False, "compression": "none"}
+    pq.write_table(table, sink, **options)
+    data: bytes = sink.getvalue().to_pybytes()
+    footer_bytes = int.from_bytes(data[-8:-4], "little")
+    pages, footer = data[: -8 - footer_bytes], data[-8 - footer_bytes : -8]
+    # The bytes of the column before and after compression, and then the offset.
+    stored = _number(len(pages) - 4)
+    claim = stored + stored + b"\x26" + _number(4)[1:]
+    assert footer.count(claim) == 1
+    footer = footer.replace(claim, stored + stored + b"\x26" + _number(offset)[1:])
+    return pages + footer + len(footer).to_bytes(4, "little") + b"PAR1"
+
+
 def arrow_that_claims(rows: int, batches: int, column_type: pa.DataType, rows_there: int = 4242) -> bytes:
     """An Arrow file of record batches that have `rows_there` rows each, and claim to have `rows`."""
     table = pa.table({"n": pa.nulls(rows_there, column_type)})

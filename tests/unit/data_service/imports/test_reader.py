@@ -213,22 +213,35 @@ def small_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader_module, "reader_limits", lambda _: ReaderLimits(memory_bytes=64 << 20))
 
 
+def test_the_file_whose_bytes_end_the_child_is_named_though_files_were_opened_ahead(tmp_path: Path) -> None:
+    good = parquet_bytes(pa.table({"n": [1, None, 3]}), compression="none")
+    for name in "abd":
+        (tmp_path / name).write_bytes(good)
+    (tmp_path / "c").write_bytes(hostile_files.parquet_that_aborts())
+    with pytest.raises(InvalidArgument, match=r"/c cannot be imported: its bytes ended the process .* by SIGABRT"):
+        open_in_child([source_of(f"{tmp_path.as_uri()}/", "parquet")], SourceFiles([PurePosixPath(tmp_path)], None), {})
+
+
 @pytest.mark.usefixtures("small_memory")
-def test_a_file_that_takes_more_memory_is_refused_and_the_next_one_is_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_a_file_that_takes_more_memory_is_refused_and_the_next_one_is_read(tmp_path: Path, kind: str) -> None:
     zeros = pa.table({"n": np.zeros(20_000_000, np.int64)})  # 160 MB, of which zstd leaves kilobytes
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, zeros.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
-        writer.write_table(zeros)
-    (tmp_path / "bomb.arrow").write_bytes(sink.getvalue())
+    bomb_path = tmp_path / f"bomb.{kind}"
+    if kind == "arrow":
+        with pa.ipc.new_stream(bomb_path, zeros.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(zeros)
+    else:
+        one_page = {"data_page_size": 1 << 30, "row_group_size": 1 << 30, "max_rows_per_page": 1 << 30}
+        pq.write_table(zeros, bomb_path, use_dictionary=False, compression="zstd", **one_page)
     files = SourceFiles([PurePosixPath(tmp_path)], None)
-    uri = (tmp_path / "bomb.arrow").as_uri()
-    (bomb,) = open_in_child([source_of(uri, "arrow")], files, {})
+    uri = bomb_path.as_uri()
+    (bomb,) = open_in_child([source_of(uri, kind)], files, {})
     with leased_reader() as reader:
         pid = reader.pid
     with pytest.raises(InvalidArgument) as refused:
         list(bomb.rows.tables(Quarantine()))
     assert refused.value.specific_reason == "SOURCE_OVER_LIMIT"
-    assert refused.value.metadata == {"field": "sources[0].arrow.uri", "uri": uri}
+    assert refused.value.metadata == {"field": f"sources[0].{kind}.uri", "uri": uri}
     assert "takes more than 64 MiB of memory" in refused.value.message
     assert "MILLRACE_READER_MEMORY_MIB" in refused.value.message
     assert not Path(f"/proc/{pid}").exists()
