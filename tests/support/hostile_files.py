@@ -76,7 +76,7 @@ def parquet_that_claims(rows: int, of_group: int, rows_there: int = 1000) -> byt
 
 
 def parquet_that_aborts() -> bytes:
-    """Arrow throws where nobody catches when it is asked for the metadata of this file's column chunk."""
+    """A file of whose column chunk Arrow cannot return the metadata: it throws, and nothing catches that."""
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table({"n": [1, None, 3]}), sink, compression="none")
     data: bytes = sink.getvalue().to_pybytes()
