@@ -245,8 +245,8 @@ def worker_labels() -> dict[str, str]:
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     answering = {node["NodeID"] for node in _answering(nodes)}
-    silent = [node["NodeID"] for node in nodes if node["NodeID"] not in answering]
-    return {**NOT_BESIDE_A_SERVICE, **({NODE_ID_LABEL: f"!in({','.join(silent)})"} if silent else {})}
+    unresponsive = [node["NodeID"] for node in nodes if node["NodeID"] not in answering]
+    return {**NOT_BESIDE_A_SERVICE, **({NODE_ID_LABEL: f"!in({','.join(unresponsive)})"} if unresponsive else {})}
 
 
 def node_of(actor: ray.actor.ActorHandle[Any]) -> str:
