@@ -131,9 +131,11 @@ def ray_head(
     port: int | None = None,
     environ: Mapping[str, str] = MappingProxyType({}),
     dashboard: bool = True,
+    labels: str = "",
 ) -> Iterator[RayHead]:
     """Runs a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
-    `environ` besides ours. Ray Train's cleaner and Ray Serve ask the dashboard; a head without it starts sooner."""
+    `environ` besides ours. Ray Train's cleaner and Ray Serve ask the dashboard; a head without it starts sooner.
+    `labels` are those of its node, `name=value`."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     with _guarded(folder) as guard:
@@ -141,6 +143,7 @@ def ray_head(
             "num-cpus": num_cpus,
             "num-gpus": num_gpus,
             "include-dashboard": str(dashboard).lower(),
+            **({"labels": labels} if labels else {}),
         }
         head = _started(folder, options, port, environ)
         try:

@@ -77,7 +77,11 @@ def loop(config):
                 state.update(shard=batches.state_dict(), steps=steps, reports=reports)
                 torch.save(state, os.path.join(folder, "state.pt"))
                 checkpoint = ray.train.Checkpoint.from_directory(folder)
-            ray.train.report({"loss": loss.item()}, checkpoint=checkpoint)
+            try:
+                ray.train.report({"loss": loss.item()}, checkpoint=checkpoint)
+            except BaseException:
+                note(f"cannot send {reports}")
+                raise
         note(f"has sent {reports}")
 
     # The epoch is the shard's, which is the next one right after the last batch.
