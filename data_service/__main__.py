@@ -23,8 +23,8 @@ from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs import Jobs
 from shared.jobs.index import KEEP_INTERVAL_S
-from shared.jobs.supervisor import WakeSignal, supervise, sweep_periodically
 from shared.logging_and_tracing import configure_logging, configure_tracing, tracing
+from shared.process_supervisor import WakeSignal, supervise, sweep_periodically
 from shared.settings import OwnCode, SettingsError, own_code
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.object_store import StoreRefused, ensure_bucket

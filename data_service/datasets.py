@@ -47,7 +47,7 @@ from shared.errors import (
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import IndexedJob, JobIndex
-from shared.log import OUTCOME_UNKNOWN, Record, ResourceLog, State, claimed
+from shared.resource_log import OUTCOME_UNKNOWN, Record, ResourceLog, State, claimed
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Datasets ---

@@ -196,7 +196,7 @@ def run_on_ray(
     groups = [[part] for part in parts] if alone else grouped(parts, _cpus())
     if pool is None:
         WAITING.take(min(len(groups), _cpus()))
-    from shared.dataset_stream import DatasetStream, RayFailed  # ray.data: slow to import, and only the job needs it
+    from shared.ray_data_stream import DatasetStream, RayFailed  # ray.data: slow to import, and only the job needs it
 
     by_number = {part.number: part for part in parts}
     # Markers cost two requests a part. Only the end of foreign code depends on the part that it was at.
@@ -336,7 +336,7 @@ def _group(pages: Sequence[bytes | ObjectRef[bytes]], place: Mapping[str, int]) 
 def _dataset(task: PartsTask, places: Sequence[Mapping[str, int]], pool: Pool | None) -> Dataset:
     import ray.data
 
-    from shared.dataset_stream import quiet_context
+    from shared.ray_data_stream import quiet_context
 
     with ray.data.DataContext.current(quiet_context(block_bytes=RECORD_BYTES)):
         given = ray.data.from_items(list(places), override_num_blocks=len(places))
@@ -534,7 +534,7 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_
 
 WARM_WORKERS = WarmWorkers(
     # The last two are modules that a dataset's tasks import: its settings, and Ray Data's issue detection.
-    ("ray.data", "data_service.transforms.work", "shared.dataset_stream", "ray.data._internal.issue_detection"),
+    ("ray.data", "data_service.transforms.passes", "shared.ray_data_stream", "ray.data._internal.issue_detection"),
     kept_for_s=900,
 )
 # The most idle workers; each takes about 200 MiB.

@@ -46,10 +46,10 @@ def prepare() -> None:
     import data_service.transforms.job
     import data_service.transforms.predict_job  # noqa: F401
     from data_service.imports.reader import start_reader
-    from shared import dataset_stream
+    from shared import ray_data_stream
 
     start_reader()
-    dataset_stream.prepare()
+    ray_data_stream.prepare()
     # Arrow imports pandas only with its first array of Python values.
     pa.array([0])
 

@@ -47,7 +47,7 @@ from millrace.data.v1 import data_service_pb2, data_service_pb2_grpc, quality_pb
 from shared.errors import not_found
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.registry import log_prefix
-from shared.log import ResourceLog, body_digest
+from shared.resource_log import ResourceLog, body_digest
 from shared.storage import ObjectStore
 from shared.streaming import UPLOADS, Slot, Slots, in_threads, operation_ids_after
 

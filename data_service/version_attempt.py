@@ -60,7 +60,7 @@ from shared.dataset_version.pages import manifest_with
 from shared.errors import STORE_OUTAGES, Cancelled, DataLoss, MillraceError, ResourceExhausted
 from shared.jobs import AttemptContext
 from shared.jobs.attempt import TRANSIENT
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.settings import StoreSettings
 from shared.storage import ObjectMissing, ObjectStore, open_store
 from shared.storage.object_store import STORE_FULL, key_problem

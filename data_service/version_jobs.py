@@ -54,7 +54,7 @@ from shared.errors import (
 )
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.index import JobIndex
-from shared.log import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
+from shared.resource_log import OUTCOME_UNKNOWN, claimed, claimed_before, uid_of
 from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from shared.storage.object_store import KEYS_A_LISTING

@@ -23,7 +23,8 @@ from inference_service.deploy.deployments import Cluster, DeploymentManager, Dep
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.deploy.rollout_driver import RolloutManager, Rollouts
 from inference_service.domain.deployment import Deployment
-from inference_service.frontend import (
+from inference_service.frontend_processes import REFUSED, Peers, parent_gone, run_frontends
+from inference_service.frontend_tasks import (
     LoadReporter,
     PeerReports,
     RayConnection,
@@ -31,7 +32,6 @@ from inference_service.frontend import (
     give_back_large_buffers,
     metrics_served,
 )
-from inference_service.frontends import REFUSED, Peers, parent_gone, run_frontends
 from inference_service.serve.infer import Dispatcher, Inference
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import ServeApplications

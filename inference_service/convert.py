@@ -76,7 +76,7 @@ from shared import names
 from shared.durable import known_of
 from shared.errors import MillraceError, check_count, invalid_field
 from shared.grpc_errors import status_code, status_proto_from_record
-from shared.log import body_digest
+from shared.resource_log import body_digest
 
 # --- Messages ---
 

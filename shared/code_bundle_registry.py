@@ -76,8 +76,8 @@ from shared.errors import (
     not_found,
 )
 from shared.jobs import JobState
-from shared.log import OUTCOME_UNKNOWN
 from shared.reference_markers import keep_marker, let_go, live_references, markers, put_marker, unmark
+from shared.resource_log import OUTCOME_UNKNOWN
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # --- Registry ---

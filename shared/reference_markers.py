@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from shared.errors import STORE_OUTAGES
 from shared.jobs import Jobs, JobState
-from shared.log import ResourceLog
+from shared.resource_log import ResourceLog
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # A marker is written before its user is created or resumed. It counts for this time without a live user.

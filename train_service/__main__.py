@@ -17,8 +17,8 @@ from shared.code_environment import CodeEnvironments, code_environments
 from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.index import KEEP_INTERVAL_S
-from shared.jobs.supervisor import supervise, sweep_periodically
 from shared.logging_and_tracing import configure_logging, configure_tracing, tracing
+from shared.process_supervisor import supervise, sweep_periodically
 from shared.settings import (
     OwnCode,
     ServiceSettings,

@@ -24,7 +24,7 @@ from shared.dataset_version.manifest import Column, tensor_field
 from shared.errors import invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
-from shared.log import body_digest
+from shared.resource_log import body_digest
 from shared.transforms.batch import arrow_type_of
 from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.capacity import ClusterUse

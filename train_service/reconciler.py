@@ -10,8 +10,8 @@ from typing import Any
 
 from shared.jobs import JobRecord, JobState
 from shared.jobs.reconciler import JobKind, run_reconciler
-from shared.log import StaleAttempt
 from shared.logging_and_tracing import configure_logging
+from shared.resource_log import StaleAttempt
 from shared.settings import TRUSTED, VARIABLE, OwnCode, own_code, service_settings, standby_attempt
 from shared.storage import ObjectStore, open_store
 from train_service.attempt.outcomes import report_lost

@@ -27,7 +27,7 @@ from millrace.train.v1 import (
 from shared.errors import InvalidArgument, invalid_field
 from shared.grpc_errors import status_proto_from_record
 from shared.jobs import JobRecord, JobState
-from shared.log import body_digest
+from shared.resource_log import body_digest
 from shared.streaming import DOWNLOADS, IMPORTS, Slot, Slots, Watches, in_threads
 from train_service.convert import (
     bundle_to_proto,

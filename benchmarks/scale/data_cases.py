@@ -21,7 +21,7 @@ from data_service.datasets import Datasets
 from data_service.domain.statistics import SplitStatistics
 from data_service.reading import Selection, preview, read_stream
 from data_service.storage.source_files import SourceFiles
-from data_service.transforms.work import parts_of
+from data_service.transforms.passes import parts_of
 from data_service.uploads import chunks
 from data_service.uploads.upload import UploadRecord, log_of
 from data_service.uploads.uploads import Uploads

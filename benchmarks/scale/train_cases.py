@@ -12,7 +12,7 @@ from benchmarks.scale.simulated_store import SimulatedStore
 from inference_service.deploy.deployments import Deployments
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from tests.support.inference_server import deployment
-from train_service.domain.coverage import count_given, count_rows
+from train_service.domain.coverage_counts import count_given, count_rows
 from train_service.domain.order import Ints, blocks_of, default_lanes, epoch_order, rank_positions
 
 RANKS = 1000

@@ -30,9 +30,7 @@ from data_service.domain.checks_rows import (
 from data_service.domain.import_spec import Base, ImportSpec
 from data_service.domain.splits import EmptySplit, LayoutError, Routing, SplitRange, lay_out, route
 from data_service.domain.statistics import SplitStatistics
-from data_service.imports.plan import BaseRows, CommonColumns, ImportPart, Placer, Tally, plan_parts
-from data_service.imports.reader import open_in_child, start_reader
-from data_service.imports.work import (
+from data_service.imports.passes import (
     RESULTS,
     ROW_BITS,
     CountPart,
@@ -44,6 +42,8 @@ from data_service.imports.work import (
     Written,
     files_of,
 )
+from data_service.imports.plan import BaseRows, CommonColumns, ImportPart, Placer, Tally, plan_parts
+from data_service.imports.reader import open_in_child, start_reader
 from data_service.parallel import PartRunner, Passes, run_on_ray
 from data_service.storage.source_files import SourceFiles, s3_of
 from data_service.version_attempt import PINS, KeptPass, at_once, attempt_folder, columns_of, commit_version, new_folder

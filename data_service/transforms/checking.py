@@ -20,7 +20,7 @@ from millrace.common.v1 import transform_pb2
 from shared.bundle_predictor import entry_of
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint
-from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
+from shared.checkpoint.nan_values import NanReading, float_columns, may_be_non_finite, nan_reading
 from shared.checkpoint.references import resolve_any
 from shared.dataset_version import DatasetVersion, Manifest
 from shared.dataset_version.manifest import Column, tensor_array, tensor_field

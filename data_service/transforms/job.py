@@ -23,7 +23,7 @@ from data_service.domain.transform_spec import TransformSpec
 from data_service.imports.job import SpilledKeys
 from data_service.parallel import PartRunner, Passes, Progress, Results, Work, run_on_ray
 from data_service.transforms.checking import output_schema, remaining
-from data_service.transforms.work import (
+from data_service.transforms.passes import (
     RESULTS,
     CountPart,
     FindKeys,

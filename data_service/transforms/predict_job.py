@@ -43,7 +43,7 @@ from data_service.transforms.checking import (
     preparation,
 )
 from data_service.transforms.job import Gathered, impure, lay_out, load_source
-from data_service.transforms.work import (
+from data_service.transforms.passes import (
     CountPart,
     LeftOut,
     PartitionRange,
@@ -60,7 +60,7 @@ from data_service.version_attempt import attempt_folder, commit_version
 from shared.bundle_predictor import FREE, BundlePredictor, DeclaredTensor
 from shared.checkpoint import load_checkpoint
 from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint, node_copy
-from shared.checkpoint.missing_values import BadRow
+from shared.checkpoint.nan_values import BadRow
 from shared.code_bundle_registry import load_code
 from shared.dataset_version import Manifest, VersionReader
 from shared.dataset_version.manifest import DatasetVersion, Parent, Prediction, name_problem, tensor_array, tensor_field

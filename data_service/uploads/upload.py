@@ -32,7 +32,7 @@ from shared import names
 from shared.durable import Durable, as_state, fields_of
 from shared.errors import STORE_OUTAGES, DataLoss, FailedPrecondition, MillraceError, Unavailable, not_found
 from shared.jobs import Jobs, JobState
-from shared.log import OUTCOME_UNKNOWN, Record, ResourceLog, State
+from shared.resource_log import OUTCOME_UNKNOWN, Record, ResourceLog, State
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # --- Record ---

@@ -59,7 +59,7 @@ from shared.errors import (
     invalid_field,
     not_found,
 )
-from shared.log import claimed
+from shared.resource_log import claimed
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 from shared.storage.presigning import VALID_FOR, Presigner
 

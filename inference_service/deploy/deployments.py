@@ -46,7 +46,7 @@ from shared.errors import (
     not_found,
 )
 from shared.grpc_errors import status_proto
-from shared.log import Record, ResourceLog, claimed
+from shared.resource_log import Record, ResourceLog, claimed
 from shared.settings import OwnCode
 from shared.storage import ObjectMissing, ObjectStore
 from shared.streaming import operation_ids_after

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from inference_service.domain.deployment import Deployment, State
 from shared.errors import STORE_OUTAGES, DataLoss
-from shared.log import Record, ResourceLog
+from shared.resource_log import Record, ResourceLog
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)

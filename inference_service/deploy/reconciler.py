@@ -24,7 +24,7 @@ from inference_service.domain.deployment import (
     with_removal,
 )
 from inference_service.domain.rollout_transitions import with_version_failed, with_version_loaded
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 from inference_service.serve.batcher import BATCHES_PER_REPLICA, Batcher
 from inference_service.serve.models import Models, find_version
 from inference_service.serve.ray_serve import Application, ServeApplications, ServeUnresponsive, answered, call_serve

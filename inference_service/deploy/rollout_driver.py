@@ -56,7 +56,7 @@ from inference_service.domain.rollout_transitions import (
 )
 from inference_service.domain.signature import PREPARED, RAW, Array, Rows, Signature, TensorSpec
 from inference_service.domain.statistics import Seen, passed_limit
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 from inference_service.serve.models import Models, find_version
 from inference_service.serve.preprocessing import tensor_of_column, values_of_column
 from inference_service.settings import InferenceSettings
@@ -73,8 +73,8 @@ from shared.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from shared.log import claimed
 from shared.logging_and_tracing import hidden
+from shared.resource_log import claimed
 from shared.settings import OwnCode
 from shared.storage import ObjectStore
 from shared.transforms.batch import ColumnType, batch_of, schema_of

@@ -19,7 +19,7 @@ import pyarrow.types as kinds
 
 from inference_service.domain.signature import FREE, PREPARED, Array, Rows, TensorSpec, datatype_of
 from shared.checkpoint import CheckpointContent
-from shared.checkpoint.missing_values import NanReading, float_columns, may_be_non_finite, nan_reading
+from shared.checkpoint.nan_values import NanReading, float_columns, may_be_non_finite, nan_reading
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted
 from shared.logging_and_tracing import hidden
 from shared.settings import check_functions

@@ -23,7 +23,7 @@ from inference_service.domain.deployment import (
 from inference_service.domain.rollout_transitions import check_can_begin
 from inference_service.domain.signature import DEFAULT_PRIORITY, PRIORITY_LEVELS, Signature, TensorSpec
 from inference_service.domain.statistics import OK, Histogram, Statistics
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 from inference_service.serve.models import Listed, Models
 from shared.errors import NotFound, not_found
 from shared.names import ID, check_id

@@ -35,7 +35,7 @@ from inference_service.serve.preprocessing import Preprocessing
 from shared.bundle_predictor import BundlePredictor, DeclaredTensor
 from shared.checkpoint import Checkpoint
 from shared.checkpoint.format import ProgramContent
-from shared.checkpoint.missing_values import finite_rows
+from shared.checkpoint.nan_values import finite_rows
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError
 from shared.model_spec import REGRESSION, ModelSpec
 from shared.models.loaded import LoadedModel, does_not_load

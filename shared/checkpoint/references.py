@@ -16,8 +16,8 @@ from shared.checkpoint.format import not_a_model
 from shared.checkpoint.registry import PAGES, CheckpointEntry, CheckpointRegistry, RegistryView
 from shared.errors import FailedPrecondition, MillraceError, NotFound, not_found
 from shared.jobs.transitions import JobState
-from shared.log import OUTCOME_UNKNOWN, ResourceLog
 from shared.reference_markers import ReferenceMarker, keep_marker, let_go, live_references, markers, put_marker, unmark
+from shared.resource_log import OUTCOME_UNKNOWN, ResourceLog
 from shared.storage import ObjectStore
 
 __all__ = [

@@ -39,8 +39,8 @@ from shared.checkpoint.ranking import best as best
 from shared.checkpoint.ranking import latest as latest
 from shared.durable import Durable, as_state, fields_of, known_of
 from shared.errors import STORE_OUTAGES, DataLoss
-from shared.log import Record, ResourceLog, StaleAttempt
 from shared.reference_markers import live_references as live_references
+from shared.resource_log import Record, ResourceLog, StaleAttempt
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Pages of older entries ---

@@ -16,8 +16,8 @@ from shared import names
 from shared.dataset_version.manifest import REPORT, DatasetVersion, Manifest, sha256_hex
 from shared.errors import DataLoss, FailedPrecondition, MillraceError, NotFound, not_found
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.log import OUTCOME_UNKNOWN
 from shared.reference_markers import ReferenceMarker, keep_marker, let_go, live_references, markers, put_marker, unmark
+from shared.resource_log import OUTCOME_UNKNOWN
 from shared.storage import ObjectMissing, ObjectStore
 
 __all__ = ["ReferenceMarker", "live_references", "mark_used", "markers", "unmark", "using"]

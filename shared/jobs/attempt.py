@@ -22,8 +22,8 @@ from shared.errors import (
 )
 from shared.jobs.registry import Jobs, progress_key
 from shared.jobs.transitions import JobRecord, JobState, fail, lose_attempt, succeed
-from shared.log import StaleAttempt
 from shared.logging_and_tracing import hidden, identity
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -48,7 +48,7 @@ from shared.durable import fields_of
 from shared.errors import STORE_OUTAGES
 from shared.jobs.registry import NO_RECORD, Change, Changes, Jobs, folder_of_index, log_prefix
 from shared.jobs.transitions import JobRecord, JobState
-from shared.log import ResourceLog
+from shared.resource_log import ResourceLog
 from shared.storage import ObjectExists, ObjectMissing, ObjectStore
 
 # --- Index ---

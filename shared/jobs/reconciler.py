@@ -30,8 +30,8 @@ from shared.jobs.transitions import (
     confirm_suspend,
     lose_attempt,
 )
-from shared.log import ResourceLog, StaleAttempt
 from shared.logging_and_tracing import flush_logs
+from shared.resource_log import ResourceLog, StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore, open_store
 

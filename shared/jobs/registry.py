@@ -40,7 +40,7 @@ from shared.jobs.transitions import (
     request_suspend,
     undo_delete,
 )
-from shared.log import ResourceLog, uid_of
+from shared.resource_log import ResourceLog, uid_of
 from shared.storage import ObjectMissing, ObjectStore
 
 # --- Jobs ---

@@ -29,7 +29,7 @@ __all__ = ["build_model", "import_builder", "input_dimensions", "known_builders"
 
 # --- Building ---
 
-# The prefix of models of the library `transformers`, see `shared.models.texts`.
+# The prefix of models of the library `transformers`, see `shared.models.transformers_models`.
 TRANSFORMERS = "transformers."
 
 
@@ -49,7 +49,7 @@ def build_model(spec: ModelSpec, path: str = "model") -> nn.Module:
     if spec.builder == MLP:
         return build_mlp(spec, path)
     if spec.builder.startswith(TRANSFORMERS):
-        from shared.models.texts import build_text_model
+        from shared.models.transformers_models import build_text_model
 
         return build_text_model(spec, path)
     return _build_installed(spec, path)
@@ -63,7 +63,7 @@ def import_builder(builder: str, field: str) -> None:
     if builder.startswith(PREFIX):
         known_builders()
     elif builder.startswith(TRANSFORMERS):
-        from shared.models.texts import import_library
+        from shared.models.transformers_models import import_library
 
         import_library(builder, field)
     elif builder != MLP:

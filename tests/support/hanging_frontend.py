@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 
 if __name__ == "__main__":
     number, folder = sys.argv[1:]

@@ -19,7 +19,7 @@ from inference_service.deploy.deployments import Deployments
 from inference_service.domain.batch_policy import BatchTimes, Limits
 from inference_service.domain.deployment import Deployment, ModelVersion, State, application_name, check_spec
 from inference_service.domain.signature import Outputs, Rows, Signature, TensorSpec
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.infer import Dispatcher, Inference, InFlightBytes
 from inference_service.serve.models import Models

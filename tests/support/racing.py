@@ -10,7 +10,7 @@ from functools import cache
 from multiprocessing.synchronize import Barrier
 from typing import Any, TypeVar
 
-from shared.log import Record, ResourceLog
+from shared.resource_log import Record, ResourceLog
 from shared.settings import StoreSettings
 from shared.storage import ObjectExists, ObjectStore, open_store
 

@@ -20,8 +20,8 @@ from typing import Any
 
 from shared.jobs import AttemptContext
 from shared.jobs.reconciler import JobKind, run_reconciler
-from shared.jobs.supervisor import supervise
 from shared.logging_and_tracing import configure_logging
+from shared.process_supervisor import supervise
 from shared.settings import service_settings
 from shared.storage import ObjectStore
 

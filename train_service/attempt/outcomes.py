@@ -15,7 +15,7 @@ from shared.errors import DataLoss, FailedPrecondition, Internal, MillraceError,
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.domain.spec import ATTEMPT_DEVICE, DEVICE_BEFORE, GPU, TrainingSpec
 from train_service.program.coordinator import ReportCoordinator

@@ -39,8 +39,8 @@ from shared.jobs.warm_workers import WarmWorkers
 from train_service.domain.capacity import ACCELERATOR
 from train_service.domain.spec import Placement
 from train_service.placement import Size, selector
-from train_service.program.process import HIDDEN_VARIABLES
 from train_service.program.worker import ProgramConfig, work_on_program
+from train_service.program.worker_setup import HIDDEN_VARIABLES
 from train_service.worker.loop import LoopConfig, work
 
 # --- Run ---

@@ -39,10 +39,10 @@ from train_service.attempt.ray_run import Failure, RayRun
 from train_service.domain.spec import Program
 from train_service.placement import Size
 from train_service.program.fit_calls import Asked, Channel, ChannelClosed, FitCall
-from train_service.program.process import line_of
 from train_service.program.ray_hooks import LocalRank, install_driver
 from train_service.program.tuning import TrialDone, TrialResults, result_of, tuner_of
 from train_service.program.worker import ProgramConfig, code_paths, run_program
+from train_service.program.worker_setup import line_of
 from train_service.worker.user_process import exits_announced
 
 logger = logging.getLogger(__name__)

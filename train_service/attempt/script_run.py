@@ -81,8 +81,8 @@ from train_service.program.fit_calls import (
     overridden,
     settled,
 )
-from train_service.program.process import HIDDEN_VARIABLES, AttemptFolder, NodeCopies
 from train_service.program.signing import hide_memory
+from train_service.program.worker_setup import HIDDEN_VARIABLES, AttemptFolder, NodeCopies
 from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter
 from train_service.store_retry import retry_on_outage
 from train_service.worker.user_process import forward_lines

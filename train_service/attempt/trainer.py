@@ -37,8 +37,8 @@ from shared.errors import STORE_OUTAGES, Cancelled, MillraceError, Unavailable
 from shared.jobs import AttemptContext, JobRecord, warm_workers
 from shared.jobs.actor import NODE_ID_LABEL, draining_nodes
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES, PREEMPTED, RESIZED
-from shared.log import StaleAttempt
 from shared.logging_and_tracing import flush_logs
+from shared.resource_log import StaleAttempt
 from train_service.attempt.outcomes import (
     HUNG,
     RankErrors,

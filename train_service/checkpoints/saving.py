@@ -20,7 +20,7 @@ from shared.dataset_version import DatasetVersion
 from shared.errors import STORE_OUTAGES, DataLoss, Internal
 from shared.model_spec import STANDARD
 from shared.storage import ObjectStore
-from train_service.checkpoints.coverage import CoverageChain, Taken, gather, orphans
+from train_service.checkpoints.coverage_records import CoverageChain, Taken, gather, orphans
 from train_service.checkpoints.fine_tuning import kept_scaling, load_initial
 from train_service.checkpoints.tensor_files import NotByRows, restore_shards
 from train_service.checkpoints.writing_and_restoring import (

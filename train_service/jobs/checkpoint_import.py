@@ -41,7 +41,7 @@ from shared.errors import (
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, succeed
-from shared.log import claimed, claimed_before, uid_of
+from shared.resource_log import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from shared.transforms.records import only_tensor
 from train_service.domain import spec_rules

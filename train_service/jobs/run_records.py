@@ -35,11 +35,11 @@ from shared.errors import (
 )
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.registry import log_prefix
-from shared.log import Record, ResourceLog
 from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
+from shared.resource_log import Record, ResourceLog
 from shared.storage import ObjectStore
-from train_service.checkpoints.coverage import read_part, row_ids_of, skipped_of
-from train_service.domain.coverage import (
+from train_service.checkpoints.coverage_records import read_part, row_ids_of, skipped_of
+from train_service.domain.coverage_counts import (
     PREFIX,
     CoverageCounts,
     count_drawn,

@@ -45,7 +45,7 @@ from shared.errors import (
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.index import IndexedJob, JobIndex
 from shared.jobs.transitions import take_up
-from shared.log import claimed, claimed_before, uid_of
+from shared.resource_log import claimed, claimed_before, uid_of
 from shared.settings import CLUSTER_MAX_VARIABLE
 from shared.storage import ObjectMissing, ObjectStore
 from shared.transforms import Pipeline, ScalarType, TensorSpec, TensorType, schema_of_columns

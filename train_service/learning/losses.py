@@ -126,7 +126,10 @@ def _huber(*, delta: float = 1.0) -> Loss:
 
 
 def _next_token() -> Loss:
-    """Return the mean of a row's surprises, see `shared.models.texts`. A row without one has the loss 0."""
+    """Return the mean of a row's surprises, see `shared.models.transformers_models`.
+
+    A row without one has the loss 0.
+    """
 
     def each(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001
         counts = ~(outputs < 0)  # of NaN, too: it must reach the loss

@@ -284,7 +284,7 @@ def _r2(outputs: int, device: torch.device) -> Metric:
 
 
 class _Perplexity:
-    """exp of the mean surprise of a token, over all tokens of all rows, see `shared.models.texts`."""
+    """exp of the mean surprise of a token, over all tokens of all rows, see `shared.models.transformers_models`."""
 
     width = 2
 

@@ -25,10 +25,10 @@ import ray
 import ray.data
 from ray.exceptions import RayError
 
-from shared.dataset_stream import DatasetStream, RayFailed, quiet_context
 from shared.dataset_version import VersionReader, load_version
 from shared.errors import MillraceError, Unavailable, first_line
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES
+from shared.ray_data_stream import DatasetStream, RayFailed, quiet_context
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from shared.transforms import Pipeline, RowKeys

@@ -18,7 +18,7 @@ import pyarrow.types as kinds
 from numpy.typing import NDArray
 
 from shared import names
-from shared.checkpoint.missing_values import finite_rows
+from shared.checkpoint.nan_values import finite_rows
 from shared.dataset_version import DatasetVersion, load_version
 from shared.dataset_version.manifest import Column, row_bytes
 from shared.dataset_version.version import read_report
@@ -701,7 +701,9 @@ def with_vocabulary(spec: TrainingSpec, version: DatasetVersion) -> TrainingSpec
 
 def check_padding(spec: TrainingSpec) -> None:
     """Raise `InvalidArgument` for trained weights that would find the end of a text by an id that is only assumed."""
-    from shared.models.texts import lacks_padding_id  # imports torch, which the tasks of Ray Data do without
+    from shared.models.transformers_models import (
+        lacks_padding_id,  # imports torch, which the tasks of Ray Data do without
+    )
 
     if lacks_padding_id(spec.model):
         remedy = "name the id that its tokenizer pads with: the model takes the last token before it for a text's end"

@@ -34,10 +34,10 @@ from shared.checkpoint.format import (
 from shared.checkpoint.registry import best
 from shared.dataset_version import load_version
 from shared.errors import DataLoss, Internal, InvalidArgument, MillraceError, error_from_record, shown
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from train_service.checkpoints.retention import retain
-from train_service.domain.coverage import check_drawn, check_shards, merge_drawn, merge_reports, shard_identity
+from train_service.domain.coverage_counts import check_drawn, check_shards, merge_drawn, merge_reports, shard_identity
 from train_service.domain.spec import KEEP, REPLAY, Program, TrainingSpec
 from train_service.records.event_log import CANCEL, GO_ON, REPORT_INTERVAL_S, STALE, EventKind
 from train_service.records.metrics_log import MetricsLog

@@ -61,8 +61,8 @@ from ray.train.v2.torch import train_loop_utils
 
 from shared.errors import FailedPrecondition, InvalidArgument
 from train_service.domain.capacity import ACCELERATOR
-from train_service.program.process import NodeCopies
 from train_service.program.report_sender import NO_UPLOAD, RankReports
+from train_service.program.worker_setup import NodeCopies
 from train_service.records.event_log import PREEMPT
 
 # --- Ray Train ---

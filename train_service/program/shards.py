@@ -1,7 +1,7 @@
 """`ray.train.get_dataset_shard` for programs: a rank's rows of a dataset version, in Millrace's own order.
 
 The order of an epoch is that of Millrace's own loop, a pure function of position (`domain/order.py`). The rank's i-th
-row of a pass is at position base + rank + W*i (`domain/coverage.py`). A pass over an iterable of the shard is an
+row of a pass is at position base + rank + W*i (`domain/coverage_counts.py`). A pass over an iterable of the shard is an
 epoch. A row counts once the program receives it, not when it is read ahead.
 
 Ray's `DataIterator` provides formats, dtypes, collating and devices. Only the source of the rows is ours.
@@ -25,7 +25,7 @@ from shared.dataset_version import DatasetVersion, VersionReader
 from shared.dataset_version.parquet import Footers
 from shared.errors import FailedPrecondition, InvalidArgument
 from shared.storage import ObjectStore
-from train_service.domain.coverage import (
+from train_service.domain.coverage_counts import (
     MAX_EPOCHS,
     Pass,
     Place,

@@ -41,9 +41,9 @@ from shared.checkpoint.registry import data_folder_of
 from shared.code_environment import use_environment
 from shared.code_packing import requirements_of_folder
 from shared.errors import FailedPrecondition, Internal, MillraceError, first_line
-from shared.log import StaleAttempt
 from shared.logging_and_tracing import configure_logging, identity
-from train_service.domain.coverage import (
+from shared.resource_log import StaleAttempt
+from train_service.domain.coverage_counts import (
     MAX_LOADERS,
     MAX_PASSES,
     MAX_PASSES_A_REPORT,
@@ -57,7 +57,10 @@ from train_service.domain.coverage import (
 )
 from train_service.domain.spec import Program, TrainingSpec
 from train_service.domain.watchdog import Phase
-from train_service.program.process import (
+from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
+from train_service.program.report_sender import Begin, ProgramStopped, RankReports, files_of
+from train_service.program.signing import RankStore, Versions, open_rank_store
+from train_service.program.worker_setup import (
     AttemptFolder,
     NodeCopies,
     OptimizerSteps,
@@ -65,9 +68,6 @@ from train_service.program.process import (
     line_of,
     seed_everything,
 )
-from train_service.program.ray_hooks import LocalProgramTrainFnUtils, LocalRank, ProgramTrainFnUtils, install
-from train_service.program.report_sender import Begin, ProgramStopped, RankReports, files_of
-from train_service.program.signing import RankStore, Versions, open_rank_store
 from train_service.records.logs import LogShipper
 from train_service.store_retry import retry_on_outage
 from train_service.worker.heartbeat import FAILING, HeartbeatSender, lost_others

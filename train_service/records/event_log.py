@@ -44,7 +44,7 @@ from shared.durable import fields_of
 from shared.errors import STORE_OUTAGES, DataLoss, Internal, MillraceError
 from shared.jobs import Jobs, JobState
 from shared.jobs.registry import progress_key
-from shared.log import Record, ResourceLog, StaleAttempt, State
+from shared.resource_log import Record, ResourceLog, StaleAttempt, State
 from shared.storage import ObjectMissing, ObjectStore
 from train_service.store_retry import store_call
 

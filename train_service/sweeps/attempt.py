@@ -20,7 +20,7 @@ from typing import Any
 from shared.errors import Cancelled, FailedPrecondition
 from shared.jobs import AttemptContext, JobState
 from shared.jobs.actor import NOT_BESIDE_A_SERVICE
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from train_service.domain.sweep import SweepSpec
 from train_service.store_retry import retry_on_outage
 from train_service.sweeps.sweeps import Trials, best_of

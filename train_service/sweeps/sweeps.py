@@ -40,7 +40,7 @@ from shared.jobs.index import JobIndex
 from shared.jobs.registry import condemned, remove_objects, undone, while_deleting
 from shared.jobs.retry_limits import SWEEP_MAX_FAILURES
 from shared.jobs.transitions import confirm_delete, request_delete
-from shared.log import claimed, claimed_before, uid_of
+from shared.resource_log import claimed, claimed_before, uid_of
 from shared.storage import ObjectStore
 from train_service.domain import sweep
 from train_service.domain.spec import TrainingSpec, settled_base

@@ -30,7 +30,7 @@ from typing import Any
 
 from shared.code_bundle_registry import line_in_code
 from shared.errors import Internal, MillraceError, first_line
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from train_service.domain.watchdog import WAITING_FRAMES, Phase, RankState
 from train_service.store_retry import waits_for_store
 

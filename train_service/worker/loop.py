@@ -197,7 +197,7 @@ class Run:
     1. takes the rank's next batch, which the loader's threads have read and prepared (`loading.loader`); for a GPU a
        thread with a stream of its own has copied it, some batches ahead (`learning.ranks.DeviceBatches`)
     2. computes the loss and its gradients, averages them over ranks and updates the weights (`learning.learner`)
-    3. notes the rows as consumed (`checkpoints.coverage`)
+    3. notes the rows as consumed (`checkpoints.coverage_records`)
     4. starts the sum over ranks of this step's report, and reads the sum of the step before: a step never waits for its
        own. All ranks read the same sum, so they agree on checkpoints and on a stop.
     5. at an epoch's end validates; takes a checkpoint where one is due (`checkpoints.saving`)

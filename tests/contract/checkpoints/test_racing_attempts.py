@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoint
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore, open_store
 from tests.support.snapshots import JOB, RANKING, entries, policy, save_one, trained
 from tests.support.waiting import wait_until

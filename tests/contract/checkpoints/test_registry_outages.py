@@ -10,7 +10,7 @@ import pytest
 
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, registry
 from shared.errors import Unavailable
-from shared.log import HINT
+from shared.resource_log import HINT
 from shared.storage import ObjectStore
 from tests.support.checkpoint_samples import JOB, entry
 from tests.support.counting_store import CountingStore

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pytest
 
 from data_service.parallel import P, Pool, Results, Work
-from data_service.transforms import work as plan
+from data_service.transforms import passes as plan
 from data_service.transforms.job import run_transform
 from data_service.version_attempt import KEPT
 from shared.dataset_version import load_version
@@ -32,7 +32,7 @@ from shared.errors import (
 from shared.jobs import AttemptContext, Jobs, JobState
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt, lose_attempt
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.storage.object_store import STORE_FULL

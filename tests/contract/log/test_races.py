@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shared.log import ResourceLog
+from shared.resource_log import ResourceLog
 from shared.settings import StoreSettings
 from shared.storage import open_store
 from tests.support import racing

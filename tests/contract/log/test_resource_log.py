@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shared.errors import Unavailable
-from shared.log import Record, ResourceLog, StaleAttempt
+from shared.resource_log import Record, ResourceLog, StaleAttempt
 from shared.settings import StoreSettings
 from shared.storage import ObjectExists, ObjectStore, open_store
 

@@ -106,7 +106,7 @@ def test_a_transform_outlives_a_worker_within_its_attempt_and_then_the_attempt_a
         path.unlink()
 
 
-# In `make test`: test_dataset_stream.py ends a cluster's tasks, and a cancelled prediction leaves nothing.
+# In `make test`: test_ray_data_stream.py ends a cluster's tasks, and a cancelled prediction leaves nothing.
 @pytest.mark.long
 @ON_S3_IN_CHAOS
 def test_a_cancelled_transform_ends_its_tasks_and_leaves_nothing(store: ObjectStore, jobs: Jobs, signs: Path) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 
 from shared.checkpoint import CheckpointContent, CheckpointEntry, CheckpointRegistry, write_checkpoint
 from shared.checkpoint.format import WEIGHTS
-from shared.log import ResourceLog
 from shared.model_spec import ModelSpec
 from shared.models import build_model
+from shared.resource_log import ResourceLog
 from shared.storage import ObjectStore
 from tests.support.versions import SCHEMA, columns_of
 

@@ -16,7 +16,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 
-from shared import dataset_stream
+from shared import ray_data_stream
 from shared.dataset_version import VersionReader, load_version
 from shared.errors import InvalidArgument, Unavailable
 from shared.model_spec import ModelSpec
@@ -118,7 +118,7 @@ def test_a_task_that_stands_still_on_the_last_free_cpu_is_reported_as_a_fault(
     clock = Clock()
     monkeypatch.setattr(cluster_loader, "time", clock)
     monkeypatch.setattr(cluster_loader, "ASKED_TIMEOUT_S", 120)
-    monkeypatch.setattr(dataset_stream, "TASKS_END_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(ray_data_stream, "TASKS_END_TIMEOUT_S", 1.0)
     others = placement_group([{"CPU": 1}] * 3)
     assert others.wait(60)
     _, cluster = both(store, 0, 1, replace(SPEC, epochs=400))

@@ -18,7 +18,7 @@ import pytest
 import shared.transforms.steps
 from data_service import version_attempt
 from data_service.domain.checks import Check, NotNull
-from data_service.transforms.work import RESULTS
+from data_service.transforms.passes import RESULTS
 from data_service.version_attempt import (
     KeptPass,
     KeptWork,

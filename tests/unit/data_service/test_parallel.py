@@ -28,7 +28,7 @@ from data_service.parallel import (
     paged,
     pool_fits,
 )
-from data_service.transforms.work import PartitionRange
+from data_service.transforms.passes import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import (
     FailedPrecondition,
@@ -204,7 +204,7 @@ def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pyte
             record = {"part": 3, "result": pickle.dumps("done"), "error": b""}
             yield pa.Table.from_pylist([record])
 
-    monkeypatch.setattr("shared.dataset_stream.DatasetStream", Ended)
+    monkeypatch.setattr("shared.ray_data_stream.DatasetStream", Ended)
     monkeypatch.setattr(parallel, "_dataset", lambda *_: None)
     monkeypatch.setattr(parallel, "_cpus", lambda: 2)
     monkeypatch.setattr(parallel, "WAITING", IdleWorkers())

@@ -14,7 +14,7 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import AlreadyExists, Conflict, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, confirm_delete, fail, request_delete, succeed
-from shared.log import Record, ResourceLog
+from shared.resource_log import Record, ResourceLog
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 

@@ -20,7 +20,7 @@ from shared.dataset_version.version import IMPORT_KIND, live_references
 from shared.errors import AlreadyExists, Conflict, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import request_delete
-from shared.log import claimed
+from shared.resource_log import claimed
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits

@@ -15,7 +15,7 @@ from inference_service.domain.rollout import (
     RolloutState,
 )
 from inference_service.domain.statistics import Statistics
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.models import LOST_AFTER_S, Models
 from inference_service.settings import InferenceSettings

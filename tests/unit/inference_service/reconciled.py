@@ -8,7 +8,7 @@ from typing import Any
 from inference_service.deploy.deployments import Cluster, Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import Deployment, Scale, application_name
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import Application
 from inference_service.serve.replica import Loaded, ReplicaSpec

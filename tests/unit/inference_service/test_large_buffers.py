@@ -14,7 +14,7 @@ def resident_mib():
         return next(int(line.split()[1]) for line in status if line.startswith("VmRSS:")) / 1024
 
 if sys.argv[1] == "given back":
-    from inference_service.frontend import give_back_large_buffers
+    from inference_service.frontend_tasks import give_back_large_buffers
     give_back_large_buffers()
 before = resident_mib()
 large, small = [], []

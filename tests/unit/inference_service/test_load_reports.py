@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from inference_service import frontend
+from inference_service import frontend_tasks
 from inference_service.deploy.deployments import DeploymentManager
 from inference_service.domain.batch_policy import BatchTimes, Limits, Load
 from inference_service.domain.deployment import Autoscaling, application_name
 from inference_service.domain.statistics import Statistics
-from inference_service.frontend import LoadReporter
+from inference_service.frontend_tasks import LoadReporter
 from inference_service.serve.batcher import Batcher
 from inference_service.serve.models import Models
 from tests.support.inference_server import Classifier, until
@@ -23,7 +23,7 @@ from tests.unit.inference_service.wishes import creation
 def test_replicas_that_do_not_answer_delay_no_others_report(
     manager: DeploymentManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontend, "REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr(frontend_tasks, "REPORT_EVERY_S", 0.01)
     spec = replace(creation().spec, autoscaling=Autoscaling(min_replicas=1, max_replicas=2, rows_per_replica=8))
     made = [manager.create(creation(name, spec=spec)) for name in ("silent", "well")]
     unresponsive, well = (application_name(one, one.versions[0]) for one in made)

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import application_name
 from inference_service.domain.signature import Outputs, Rows
-from inference_service.frontend import metrics_served
+from inference_service.frontend_tasks import metrics_served
 from inference_service.serve.models import Models
 from inference_service.settings import settings_from
 from shared.settings import SettingsError

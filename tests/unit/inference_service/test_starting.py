@@ -30,7 +30,7 @@ main()
 # One that has not answered yet when the process is told to stop.
 WITH_UNRESPONSIVE_STORE = """
 import threading
-from inference_service import frontend as store_check
+from inference_service import frontend_tasks as store_check
 
 store_check.CHECKED_TIMEOUT_S = 0.1
 store_check.probe = lambda _: threading.Event().wait()

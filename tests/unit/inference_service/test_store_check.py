@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_service import frontend
-from inference_service.frontend import StoreCheck
+from inference_service import frontend_tasks
+from inference_service.frontend_tasks import StoreCheck
 from shared.errors import MillraceError, ResourceExhausted, Unavailable
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore
@@ -36,7 +36,7 @@ def test_a_store_that_answers_is_checked_once(settings: StoreSettings) -> None:
 def test_an_outage_does_not_keep_the_service_from_starting_and_the_check_goes_on(
     settings: StoreSettings, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, outage: MillraceError
 ) -> None:
-    monkeypatch.setattr(frontend, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(frontend_tasks, "FIRST_PAUSE_S", 0.001)
     asked = 0
 
     def probe(store: ObjectStore) -> None:
@@ -46,7 +46,7 @@ def test_an_outage_does_not_keep_the_service_from_starting_and_the_check_goes_on
             raise outage
         checked(store)
 
-    monkeypatch.setattr(frontend, "probe", probe)
+    monkeypatch.setattr(frontend_tasks, "probe", probe)
     check = StoreCheck(settings)
 
     check.begin()
@@ -61,8 +61,8 @@ def test_an_outage_does_not_keep_the_service_from_starting_and_the_check_goes_on
 
 def test_a_store_that_says_nothing_is_not_waited_for(settings: StoreSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(frontend, "probe", lambda _: answers.wait())
-    monkeypatch.setattr(frontend, "CHECKED_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(frontend_tasks, "probe", lambda _: answers.wait())
+    monkeypatch.setattr(frontend_tasks, "CHECKED_TIMEOUT_S", 0.01)
     check = StoreCheck(settings)
 
     check.begin()
@@ -77,8 +77,8 @@ def test_a_store_that_cannot_be_used_is_refused_at_once_and_later(
     def refuse(_: object) -> None:
         raise StoreRefused("it does not honour put-if-absent")
 
-    monkeypatch.setattr(frontend, "probe", refuse)
-    monkeypatch.setattr(frontend, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(frontend_tasks, "probe", refuse)
+    monkeypatch.setattr(frontend_tasks, "FIRST_PAUSE_S", 0.001)
 
     with pytest.raises(StoreRefused):
         StoreCheck(settings).begin()

@@ -10,7 +10,7 @@ import pytest
 
 from millrace.data.v1 import data_service_pb2
 from shared.errors import AlreadyExists, MillraceError, NotFound, Unavailable, already_exists
-from shared.log import body_digest, claimed, claimed_before
+from shared.resource_log import body_digest, claimed, claimed_before
 from shared.storage import ObjectExists, ObjectStore
 
 ID = str(uuid.uuid4())

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from train_service.checkpoints.coverage import gather
+from train_service.checkpoints.coverage_records import gather
 from train_service.checkpoints.saving import ConsumedRows
 from train_service.learning.ranks import Ranks
 

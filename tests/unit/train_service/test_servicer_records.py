@@ -13,8 +13,8 @@ from tests.support.grpc_kit import call_error
 from tests.support.train_server import train_stub
 from tests.support.training_records import JOB, begin, commit, finish, make_job
 from tests.support.versions import commit_version, striped_digits
-from tests.unit.train_service.checkpoints.test_coverage import VERSION, table
-from train_service.checkpoints.coverage import CoverageChain
+from tests.unit.train_service.checkpoints.test_coverage_records import VERSION, table
+from train_service.checkpoints.coverage_records import CoverageChain
 from train_service.records.logs import LogShipper
 from train_service.records.metrics_log import MetricsLog
 

@@ -19,7 +19,7 @@ from data_service.domain.import_spec import CsvOptions
 from data_service.formats import RowSource, interface, json, open_sources
 from data_service.formats.casts import InferredType
 from data_service.formats.interface import R, ScanUnit
-from data_service.imports.work import OrderedUnits
+from data_service.imports.passes import OrderedUnits
 from data_service.parallel import Results
 from data_service.storage.source_files import SourceFiles
 from data_service.uploads.chunks import BlocksAhead

@@ -28,8 +28,8 @@ from data_service.formats import interface
 from data_service.formats.parquet import MAX_BATCH_ROWS
 from data_service.imports import job as import_job
 from data_service.imports import plan
+from data_service.imports.passes import Guarded, Pickled, WritePart, _PartFiles
 from data_service.imports.plan import ImportPart
-from data_service.imports.work import Guarded, Pickled, WritePart, _PartFiles
 from data_service.parallel import P, Pool, Results, Work
 from data_service.uploads import upload
 from shared.dataset_version import VersionReader, load_version

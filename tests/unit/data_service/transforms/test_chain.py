@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from data_service.transforms.work import StepChain
+from data_service.transforms.passes import StepChain
 from shared.transforms.batch import ScalarType, Schema
 from shared.transforms.pipeline import Pipeline
 
@@ -18,10 +18,10 @@ GIVEN: Schema = {name: ScalarType(pa.int64()) for name in ("a", "b", "c")}
 HANGING = """
 import itertools, sys
 import pyarrow as pa
-from data_service.transforms import work
-from data_service.transforms.work import plan_parts
-from data_service.transforms.work import VersionRows
-from data_service.transforms.work import FitPart
+from data_service.transforms import passes
+from data_service.transforms.passes import plan_parts
+from data_service.transforms.passes import VersionRows
+from data_service.transforms.passes import FitPart
 from shared.dataset_version import VersionReader, load_version
 from shared.settings import StoreSettings
 from shared.storage import open_store
@@ -36,7 +36,7 @@ def hang(batch):
 
 sys.modules["hanging"] = sys.modules["__main__"]
 # A tenth of a second in all over rows, and a minute to ask the function for its columns.
-work.GRACE_S = -59.9
+passes.GRACE_S = -59.9
 hangs = {"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 60}}
 given = {"a": ScalarType(pa.int64())}
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from data_service.parallel import Begun, crash_error
-from data_service.transforms.work import PartitionRange
+from data_service.transforms.passes import PartitionRange
 from shared.dataset_version import RowGroup
 from shared.errors import FailedPrecondition, Unavailable
 from shared.storage import ObjectStore

@@ -27,7 +27,7 @@ from data_service.domain.splits import (
     divider,
 )
 from data_service.imports import job as import_job
-from data_service.transforms import work
+from data_service.transforms import passes
 from millrace.data.v1 import quality_pb2
 from shared.dataset_version import load_version
 from shared.dataset_version.manifest import tensor_array
@@ -44,7 +44,7 @@ HALVES = [Share(split="left", weight=1), Share(split="right", weight=1)]
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a few thousand rows are several parts."""
-    monkeypatch.setattr(work, "MIN_PART_BYTES", 4096)
+    monkeypatch.setattr(passes, "MIN_PART_BYTES", 4096)
 
 
 @pytest.fixture

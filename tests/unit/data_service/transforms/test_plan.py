@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.transforms import work
-from data_service.transforms.work import parts_of, plan_parts
+from data_service.transforms import passes
+from data_service.transforms.passes import parts_of, plan_parts
 from shared.dataset_version import VersionReader, load_version
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
@@ -25,7 +25,7 @@ def reader(store: ObjectStore) -> VersionReader:
 
 
 def test_parts_follow_each_other_within_one_split_each(reader: VersionReader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MIN_PART_BYTES", 50_000)
+    monkeypatch.setattr(passes, "MIN_PART_BYTES", 50_000)
     parts = plan_parts(reader, pa.schema([("n", pa.int64())]))
     assert [part.number for part in parts] == list(range(len(parts)))
     assert len(parts) > 4
@@ -41,7 +41,7 @@ def test_parts_follow_each_other_within_one_split_each(reader: VersionReader, mo
 def test_a_version_in_pages_has_the_parts_of_one_that_has_none(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, output: pa.DataType
 ) -> None:
-    monkeypatch.setattr(work, "MIN_PART_BYTES", 20_000)
+    monkeypatch.setattr(passes, "MIN_PART_BYTES", 20_000)
     monkeypatch.setattr("shared.dataset_version.parquet.MAX_FILE_BYTES", 20_000)
     n = np.arange(5_000)
     words = [f"word {number % 7}" * (number % 11) for number in n.tolist()]
@@ -66,7 +66,7 @@ def test_a_version_in_pages_has_the_parts_of_one_that_has_none(
 
 
 def test_the_first_part_needs_one_page_of_a_large_version(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MIN_PART_BYTES", 50_000)
+    monkeypatch.setattr(passes, "MIN_PART_BYTES", 50_000)
     make_versions_paged(monkeypatch, children=100)
     commit_tables(store, {"train": pa.table({"n": np.arange(100_000)})})
     counting = CountingStore(store)
@@ -90,7 +90,7 @@ def test_wide_results_make_smaller_parts(reader: VersionReader) -> None:
 
 
 def test_texts_are_taken_for_what_they_weigh(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MIN_PART_BYTES", 100_000)
+    monkeypatch.setattr(passes, "MIN_PART_BYTES", 100_000)
     noise = np.random.default_rng(0).integers(32, 127, (2000, 500), np.uint8)
     commit_tables(store, {"train": pa.table({"text": [bytes(row).decode() for row in noise]})})
     parts = plan_parts(VersionReader(store, load_version(store, SOURCE)), pa.schema([("text", pa.string())]))
@@ -98,7 +98,7 @@ def test_texts_are_taken_for_what_they_weigh(store: ObjectStore, monkeypatch: py
 
 
 def test_parts_of_unequal_rows_weigh_alike_not_count_alike(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "MIN_PART_BYTES", 300_000)
+    monkeypatch.setattr(passes, "MIN_PART_BYTES", 300_000)
     monkeypatch.setattr("shared.dataset_version.parquet.MAX_FILE_BYTES", 100_000)
     monkeypatch.setattr("shared.dataset_version.parquet.MAX_UNEQUAL_GROUP_BYTES", 50_000)
     noise = np.random.default_rng(0)

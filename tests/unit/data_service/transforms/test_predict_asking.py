@@ -21,8 +21,8 @@ from shared.dataset_version.version import IMPORT_KIND
 from shared.errors import DataLoss, FailedPrecondition, InvalidArgument, MillraceError, NotFound
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, succeed
-from shared.log import ResourceLog
 from shared.model_spec import ModelSpec
+from shared.resource_log import ResourceLog
 from shared.storage import ObjectStore
 from tests.support.predicting import CHECKPOINT, JOB, TABLE_SCHEMA, marks, write
 from tests.support.transforming import SOURCE, commit_tables

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from data_service.transforms import work as reading
-from data_service.transforms.work import VersionRows, plan_parts
+from data_service.transforms import passes as reading
+from data_service.transforms.passes import VersionRows, plan_parts
 from shared.dataset_version import VersionReader, load_version
 from shared.storage import ObjectStore
 from tests.support.transforming import SOURCE, commit_tables

@@ -22,4 +22,4 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture(autouse=True)
 def _reports_stay_recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_AFTER_S", 3600.0)
+    monkeypatch.setattr("inference_service.frontend_processes.UNRESPONSIVE_AFTER_S", 3600.0)

@@ -14,8 +14,8 @@ from inference_service.deploy.deployments import Cluster, DeploymentManager, Dep
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.deploy.rollout_driver import RolloutManager
 from inference_service.domain.deployment import Autoscaling, Scale, State, application_name
-from inference_service.frontend import PeerReports
-from inference_service.frontends import Peers, PeerState
+from inference_service.frontend_processes import Peers, PeerState
+from inference_service.frontend_tasks import PeerReports
 from inference_service.serve.repository import SummedStatistics
 from shared.errors import Unavailable
 from shared.storage import ObjectStore

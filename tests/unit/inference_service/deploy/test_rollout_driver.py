@@ -19,7 +19,7 @@ from inference_service.domain.rollout import (
     RolloutStep,
 )
 from inference_service.domain.statistics import Counts
-from inference_service.frontends import Peers, PeerState
+from inference_service.frontend_processes import Peers, PeerState
 from inference_service.serve.infer import Dispatcher, Inference
 from shared.checkpoint.references import references_of_job
 from shared.dataset_version.version import live_references
@@ -29,7 +29,7 @@ from tests.support.inference_server import ask
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.inference_service.driven import Driven
 from tests.unit.inference_service.reconciled import Clock
-from tests.unit.inference_service.test_frontends import ended
+from tests.unit.inference_service.test_frontend_processes import ended
 from tests.unit.inference_service.wishes import DATASET, JOB, NAME, load, request, weights
 
 LONG_AFTER = 1e12

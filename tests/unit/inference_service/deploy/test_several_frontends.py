@@ -15,8 +15,8 @@ import pytest
 from inference_service.deploy.deployments import DeploymentManager, Deployments
 from inference_service.deploy.reconciler import Reconciler
 from inference_service.domain.deployment import Deployment, Scale, application_name
-from inference_service.frontend import PeerReports
-from inference_service.frontends import Peers, PeerState
+from inference_service.frontend_processes import Peers, PeerState
+from inference_service.frontend_tasks import PeerReports
 from inference_service.serve.models import Models
 from inference_service.serve.ray_serve import Application
 from inference_service.serve.replica import Loaded, ReplicaSpec
@@ -115,8 +115,8 @@ def tell_going(folder: Path, *names: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _publish_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
-    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend_tasks.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend_processes.POLL_INTERVAL_S", 0.01)
 
 
 async def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_every_frontend(
@@ -171,7 +171,7 @@ async def test_replicas_that_another_frontend_is_taking_out_are_not_even_asked(
 async def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_seldom_they_report(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 60.0)
+    monkeypatch.setattr("inference_service.frontend_tasks.POLL_INTERVAL_S", 60.0)
     made, repository = manager.create(creation()), ModelRepository(deployments)
     serve = Serve(application_name(made, made.versions[0]))
 

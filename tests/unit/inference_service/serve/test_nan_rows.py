@@ -14,7 +14,7 @@ from safetensors.torch import save
 from inference_service.domain.signature import PREPARED, RAW, Rows
 from inference_service.serve.preprocessing import REMEDY, Preprocessing
 from inference_service.serve.served_model import ServedModel
-from shared.checkpoint import CheckpointContent, missing_values
+from shared.checkpoint import CheckpointContent, nan_values
 from shared.dataset_version.manifest import tensor_field
 from shared.model_spec import ModelSpec
 from shared.models import build_model
@@ -171,13 +171,13 @@ def test_answers_that_are_no_numbers_are_counted_also_of_rows_that_are(tmp_path:
 
 def test_pixels_are_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    real = missing_values.finite_rows
+    real = nan_values.finite_rows
 
     def watched(values: Any) -> Any:
         looked.append(len(values))
         return real(values)
 
-    monkeypatch.setattr(missing_values, "finite_rows", watched)
+    monkeypatch.setattr(nan_values, "finite_rows", watched)
     pixels = Preprocessing(content())
     floats = Preprocessing(
         content(ingested=columns_of(pa.schema([tensor_field("image", pa.float32(), (1, 4))])), transforms=[])

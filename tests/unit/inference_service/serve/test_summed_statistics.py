@@ -8,7 +8,7 @@ from pathlib import Path
 
 from inference import grpc_service_pb2 as oip
 from inference_service.domain.deployment import Deployment
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from tests.support.inference_server import ask, deployment, inference_server

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking, registry, resolve
 from shared.checkpoint.registry import best, latest
 from shared.errors import DataLoss, NotFound
-from shared.log import ResourceLog
+from shared.resource_log import ResourceLog
 from shared.storage import ObjectStore, open_store
 from tests.support.checkpoint_samples import JOB, entry
 from tests.support.counting_store import CountingStore

@@ -11,8 +11,8 @@ from shared.checkpoint.references import keep, live_references, markers, referen
 from shared.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import fail, request_delete
-from shared.log import ResourceLog
 from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S, put_marker
+from shared.resource_log import ResourceLog
 from shared.storage import ObjectStore
 from tests.support.checkpoint_samples import JOB, entry
 

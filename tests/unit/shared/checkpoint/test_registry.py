@@ -10,7 +10,7 @@ from shared.checkpoint import CheckpointRegistry, resolve
 from shared.checkpoint.registry import best, latest
 from shared.errors import FailedPrecondition, InvalidArgument, NotFound
 from shared.jobs import JobRecord, Jobs
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.checkpoint_samples import JOB, entry
 

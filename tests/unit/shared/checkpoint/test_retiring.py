@@ -10,7 +10,7 @@ import pytest
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry, Ranking, resolve
 from shared.checkpoint.references import live_references, using
 from shared.errors import NotFound, Unavailable
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore, open_store
 from tests.support.checkpoint_samples import JOB, entry
 

@@ -23,7 +23,7 @@ from shared.errors import (
 from shared.jobs import AttemptContext, JobRecord, Jobs, JobState, attempt
 from shared.jobs.attempt import run_attempt
 from shared.jobs.transitions import begin_attempt, confirm_cancel, confirm_delete, lose_attempt, request_delete
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.waiting import wait_until
 

@@ -10,7 +10,7 @@ from shared.errors import Unavailable
 from shared.jobs import JobRecord, Jobs, JobState, reconciler
 from shared.jobs.reconciler import JobKind, Reconciler
 from shared.jobs.transitions import confirm_cancel, request_cancel
-from shared.log import ResourceLog
+from shared.resource_log import ResourceLog
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
 

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from shared.checkpoint.missing_values import finite_rows
+from shared.checkpoint.nan_values import finite_rows
 from shared.models.inputs import arrays_of
 from shared.transforms import RowError, ScalarType, Schema, TensorSpec, TensorType
 from shared.transforms.records import (

@@ -20,7 +20,7 @@ from shared.jobs.transitions import (
     confirm_delete,
     request_delete,
 )
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.settings import ServiceSettings
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits

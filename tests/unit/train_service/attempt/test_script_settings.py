@@ -8,8 +8,8 @@ import pytest
 
 from shared.errors import InvalidArgument
 from shared.jobs import AttemptContext, Jobs
-from shared.log import StaleAttempt
 from shared.model_spec import ModelSpec
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.unit.train_service.worker.test_loop import lose_and_begin, new_job
 from train_service.attempt import script_run

@@ -15,7 +15,7 @@ import torch
 from shared.checkpoint import CheckpointEntry, CheckpointRegistry
 from shared.checkpoint.format import MANIFEST, OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.snapshots import JOB, load, save, save_one, train, trained
 from tests.support.waiting import wait_until

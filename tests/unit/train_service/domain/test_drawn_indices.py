@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import InvalidArgument
-from train_service.domain.coverage import MAX_ROWS, check_drawn, count_drawn, decode, encode, merge_drawn
+from train_service.domain.coverage_counts import MAX_ROWS, check_drawn, count_drawn, decode, encode, merge_drawn
 
 ROWS = 21
 INDICES = st.lists(st.integers(0, ROWS - 1), max_size=2 * ROWS)

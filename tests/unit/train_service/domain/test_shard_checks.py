@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from shared.errors import InvalidArgument
-from train_service.domain.coverage import Pass, check_shards, merge_reports
+from train_service.domain.coverage_counts import Pass, check_shards, merge_reports
 
 N, W = 23, 3
 IDENTITY = {"format": "millrace.shard/1", "split": "train", "row_count": N, "seed": 3}

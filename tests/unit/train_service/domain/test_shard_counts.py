@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain import coverage
-from train_service.domain.coverage import Span, count_given
+from train_service.domain import coverage_counts
+from train_service.domain.coverage_counts import Span, count_given
 from train_service.domain.order import blocks_of, epoch_order
 
 SPANS = st.lists(
@@ -30,7 +30,7 @@ def test_every_row_is_counted_as_by_hand(rows: int, spans: list[Span], lanes: in
         for position in range(start, min(stop, rows), step)
     )
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(coverage, "BLOCK_ROWS", 16)
+        patched.setattr(coverage_counts, "BLOCK_ROWS", 16)
         counts = count_given(spans, order, 1000)
 
     assert counts.missing_row_ids == [1000 + row for row in range(rows) if times[row] == 0]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from train_service.domain.coverage import Pass, Place, merge_reports, place_to_resume
+from train_service.domain.coverage_counts import Pass, Place, merge_reports, place_to_resume
 
 
 def positions_of(spans: Sequence[Sequence[int]]) -> Counter[tuple[int, int]]:

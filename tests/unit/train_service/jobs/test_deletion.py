@@ -14,7 +14,7 @@ from shared.dataset_version.version import mark_used
 from shared.errors import Conflict, FailedPrecondition, NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs, JobState
 from shared.jobs.transitions import begin_attempt, fail, follow_deleted, request_delete, succeed
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from shared.storage.object_store import KEYS_A_DELETION
 from tests.support.counting_store import CountingStore

@@ -12,7 +12,7 @@ from shared.jobs.transitions import confirm_suspend, lose_attempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, finish, make_job
-from tests.unit.train_service.checkpoints.test_coverage import VERSION
+from tests.unit.train_service.checkpoints.test_coverage_records import VERSION
 from train_service.jobs import run_records
 from train_service.jobs.deletion import Deletions, Sweeper
 from train_service.jobs.run_records import FollowedJob, JobReading

@@ -15,7 +15,7 @@ from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, commit, finish, make_job
-from tests.unit.train_service.checkpoints.test_coverage import VERSION
+from tests.unit.train_service.checkpoints.test_coverage_records import VERSION
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records import event_log
 from train_service.records.event_log import TRAIN_KIND, EventKind, Reporter

@@ -20,9 +20,9 @@ from shared.errors import (
     ResourceExhausted,
 )
 from shared.jobs import JobRecord, Jobs, JobState
-from shared.log import claimed
 from shared.model_spec import ModelSpec
 from shared.reference_markers import REFERENCE_APPEARS_TIMEOUT_S
+from shared.resource_log import claimed
 from shared.storage import ObjectStore, open_store
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until

@@ -20,7 +20,7 @@ from shared.storage import ObjectStore
 from tests.support.grpc_kit import running
 from tests.support.train_server import registered, train_stub
 from tests.support.training_records import JOB, begin, finish, make_job
-from tests.unit.train_service.checkpoints.test_coverage import VERSION
+from tests.unit.train_service.checkpoints.test_coverage_records import VERSION
 from train_service.attempt.outcomes import report_lost
 from train_service.jobs.run_records import FollowedJob, JobReading
 from train_service.jobs.training_jobs import JobView, TrainingJobs

@@ -12,7 +12,7 @@ import torch
 from sklearn import metrics as theirs
 
 from shared.errors import InvalidArgument
-from shared.models.texts import NO_TOKEN
+from shared.models.transformers_models import NO_TOKEN
 from shared.transforms import TensorSpec
 from tests.support.peak_memory import MEBIBYTE, growth_here
 from tests.unit.train_service.learners import NUMBERS, SPEC

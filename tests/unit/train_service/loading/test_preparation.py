@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from shared.dataset_stream import DatasetStream
 from shared.errors import Unavailable
 from shared.jobs.transitions import INSUFFICIENT_RESOURCES
+from shared.ray_data_stream import DatasetStream
 from tests.support.waiting import wait_until
-from tests.unit.shared.test_dataset_stream import LONG_S, TABLE, Dataset, Executor, announce
+from tests.unit.shared.test_ray_data_stream import LONG_S, TABLE, Dataset, Executor, announce
 from tests.unit.train_service.domain.test_spec import GOOD
 from train_service.domain.spec import TrainingSpec
 from train_service.loading import cluster_loader

@@ -12,7 +12,7 @@ import pytest
 
 from shared.errors import FailedPrecondition
 from tests.unit.train_service.in_ranks import forked_process
-from train_service.program.process import AttemptFolder
+from train_service.program.worker_setup import AttemptFolder
 
 STORE, JOB = "s3://millrace/dev", "trainingJobs/own"
 

@@ -25,8 +25,8 @@ from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt
 from shared.storage import ObjectStore
 from tests.unit.train_service.program.test_reports import JOB, Attempt
-from train_service.domain import coverage as domain
-from train_service.domain.coverage import check_drawn, decode
+from train_service.domain import coverage_counts as domain
+from train_service.domain.coverage_counts import check_drawn, decode
 from train_service.jobs.run_records import GIVEN, INDICES, NO_WITNESS, RunRecords
 from train_service.program import worker as counting
 from train_service.program.worker import DrawnIndices

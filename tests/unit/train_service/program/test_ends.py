@@ -20,7 +20,7 @@ from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION
 from tests.unit.train_service.program.test_reports import ANSWERED_S, Attempt, Begun
-from train_service.domain.coverage import shard_identity
+from train_service.domain.coverage_counts import shard_identity
 from train_service.domain.spec import CONTINUE, CheckpointPolicy, TrainingSpec
 from train_service.program.coordinator import NOT_BY_ALL
 from train_service.program.report_sender import ASYNC, ProgramStopped

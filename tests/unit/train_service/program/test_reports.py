@@ -21,8 +21,8 @@ from tests.support.waiting import wait_until
 from train_service.domain.spec import REPLAY, CheckpointPolicy, Program, TrainingSpec
 from train_service.program import coordinator
 from train_service.program.coordinator import NOT_BY_ALL, ReportCoordinator
-from train_service.program.process import NodeCopies
 from train_service.program.report_sender import ASYNC, Begin, ProgramStopped, RankReports
+from train_service.program.worker_setup import NodeCopies
 from train_service.records.event_log import CANCEL, GO_ON, STALE, SUSPEND, EventKind
 from train_service.worker.heartbeat import HeartbeatSender, HeartbeatServer
 

@@ -18,7 +18,7 @@ from shared.errors import FailedPrecondition, InvalidArgument
 from shared.model_spec import ModelSpec
 from tests.support.versions import striped_digits
 from tests.unit.train_service.conftest import TRAIN_ROWS, VALIDATION_ROWS, VERSION, Committed
-from train_service.domain.coverage import count_given, is_epoch_done, merge_reports
+from train_service.domain.coverage_counts import count_given, is_epoch_done, merge_reports
 from train_service.domain.order import blocks_of, epoch_order
 from train_service.domain.spec import CONTINUE, KEEP, Program, TrainingSpec
 from train_service.program.shards import ProgramShards, VersionShard

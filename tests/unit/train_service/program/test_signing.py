@@ -31,9 +31,9 @@ from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.program.test_reports import ANSWERED_S, BUNDLE, JOB, Attempt
 from train_service import store_retry
-from train_service.program.process import NodeCopies
 from train_service.program.report_sender import ASYNC, NO_UPLOAD, SYNC
 from train_service.program.signing import AskedVersions, StoreSigner
+from train_service.program.worker_setup import NodeCopies
 from train_service.store_retry import waits_for_store
 from train_service.worker.heartbeat import HeartbeatSender
 

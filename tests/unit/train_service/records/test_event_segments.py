@@ -13,7 +13,7 @@ from dataclasses import asdict
 import pytest
 
 from shared.errors import DataLoss, Unavailable
-from shared.log import Record, ResourceLog, StaleAttempt
+from shared.resource_log import Record, ResourceLog, StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from train_service.records import event_log

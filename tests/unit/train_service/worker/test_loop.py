@@ -17,15 +17,15 @@ from shared.checkpoint.format import OPTIMIZER, WEIGHTS
 from shared.errors import DataLoss, FailedPrecondition, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, lose_attempt
-from shared.log import StaleAttempt
 from shared.model_spec import ModelSpec
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
 from tests.unit.train_service.learners import CLASSES, NUMBERS, WIDTH, commit_table
 from tests.unit.train_service.learners import VERSION as TABLE
-from train_service.checkpoints.coverage import orphans
+from train_service.checkpoints.coverage_records import orphans
 from train_service.domain.spec import FLOAT16, REGRESSION, EarlyStopping, OptimizerSpec, TrainingSpec
 from train_service.jobs.run_records import RunRecords
 from train_service.learning.ranks import Ranks

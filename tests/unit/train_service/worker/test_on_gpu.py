@@ -19,7 +19,7 @@ from inference_service.domain.signature import RAW, Rows
 from inference_service.serve.served_model import ServedModel
 from shared.checkpoint import CheckpointRegistry, load_checkpoint
 from shared.model_spec import ModelSpec
-from shared.models.texts import CAUSAL_LM
+from shared.models.transformers_models import CAUSAL_LM
 from shared.storage import ObjectStore
 from tests.support.gpu import needs_gpu
 from tests.support.transforming import commit_tables, transform_here

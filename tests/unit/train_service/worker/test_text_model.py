@@ -25,7 +25,7 @@ from shared.checkpoint import CheckpointEntry, CheckpointRegistry, load_checkpoi
 from shared.dataset_version import load_version
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
-from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION
+from shared.models.transformers_models import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION
 from shared.settings import StoreSettings
 from shared.storage import ObjectStore, open_store
 from shared.transforms.records import only_tensor

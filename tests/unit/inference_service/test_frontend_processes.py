@@ -20,8 +20,8 @@ import pytest
 
 from inference_service import __main__ as service
 from inference_service.domain.statistics import Counts, Recent
-from inference_service.frontend import PeerReports
-from inference_service.frontends import REFUSED, Peers, PeerState, hangs, run_frontends
+from inference_service.frontend_processes import REFUSED, Peers, PeerState, hangs, run_frontends
+from inference_service.frontend_tasks import PeerReports
 from inference_service.serve.models import Models
 from inference_service.serve.repository import SummedStatistics
 from inference_service.settings import metrics_of, settings_from
@@ -37,7 +37,7 @@ UNRESPONSIVE_AFTER_S = 3600.0
 
 @pytest.fixture(autouse=True)
 def _reports_stay_recent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_AFTER_S", UNRESPONSIVE_AFTER_S)
+    monkeypatch.setattr("inference_service.frontend_processes.UNRESPONSIVE_AFTER_S", UNRESPONSIVE_AFTER_S)
 
 
 def ended() -> int:
@@ -146,7 +146,7 @@ async def test_a_folder_that_cannot_be_written_ends_nothing_and_is_logged_once(
 
         def wake(self) -> None: ...
 
-    monkeypatch.setattr("inference_service.frontend.POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend_tasks.POLL_INTERVAL_S", 0.01)
     with caplog.at_level(logging.ERROR):
         reconciler: Any = Holding()
         peers, models = Peers(folder, 0), Models()
@@ -198,7 +198,7 @@ async def test_an_application_goes_once_no_frontend_that_lives_sends_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second, third = (Peers(tmp_path, number) for number in range(3))
-    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
+    monkeypatch.setattr("inference_service.frontend_processes.POLL_INTERVAL_S", 0)
 
     second.publish(reported("a", "b"))
     third.publish(reported("a", pid=ended()))
@@ -214,7 +214,7 @@ async def test_what_a_frontend_reported_before_it_heard_that_an_application_goes
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
-    monkeypatch.setattr("inference_service.frontends.POLL_INTERVAL_S", 0)
+    monkeypatch.setattr("inference_service.frontend_processes.POLL_INTERVAL_S", 0)
 
     second.publish(reported())
     silence(tmp_path, 1, 2)
@@ -348,10 +348,10 @@ async def test_a_frontend_that_hangs_is_killed_and_started_again(
         return len(set(beats)) > 20
 
     monkeypatch.setenv("STARTS", str(tmp_path))
-    monkeypatch.setattr("inference_service.frontends.hangs", watched)
+    monkeypatch.setattr("inference_service.frontend_processes.hangs", watched)
     # Silence of five seconds is a hang: a busy machine keeps no well process from its heartbeat for so long.
-    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.1)
-    monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_POLLS", 50)
+    monkeypatch.setattr("inference_service.frontend_processes.HEARTBEAT_POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("inference_service.frontend_processes.UNRESPONSIVE_POLLS", 50)
     async with asyncio.timeout(240):
         listen = f"127.0.0.1:{free_ports(1)[0]}"
         running = asyncio.create_task(run_frontends("tests.support.hanging_frontend", listen, 2))
@@ -365,7 +365,7 @@ async def test_a_frontend_that_hangs_is_killed_and_started_again(
 BEATING = """
 import sys
 from pathlib import Path
-from inference_service.frontends import Peers
+from inference_service.frontend_processes import Peers
 
 Peers(Path(sys.argv[1]), 0).heartbeat()
 """
@@ -381,7 +381,7 @@ def test_silence_is_a_hang_only_of_who_has_given_a_sign_of_life_in_a_folder_that
             return False
         return True
 
-    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr("inference_service.frontend_processes.HEARTBEAT_POLL_INTERVAL_S", 0.01)
     assert not asyncio.run(is_hung(1.0))
     subprocess.run([sys.executable, "-c", BEATING, str(tmp_path)], check=True)  # the one before
     assert not asyncio.run(is_hung(1.0))
@@ -404,8 +404,8 @@ CANNOT_TOUCH = """
 import asyncio, resource, sys
 from pathlib import Path
 from inference_service.serve.models import Models
-from inference_service.frontend import PeerReports
-from inference_service.frontends import Peers
+from inference_service.frontend_tasks import PeerReports
+from inference_service.frontend_processes import Peers
 from inference_service.serve.repository import SummedStatistics
 
 class Holding:
@@ -453,8 +453,8 @@ def test_a_frontend_that_cannot_write_its_state_is_killed_only_once_it_hangs(
         await asyncio.wait_for(watching, 240)
 
     # Silence of five seconds is a hang: a busy machine keeps no well process from its heartbeat for so long.
-    monkeypatch.setattr("inference_service.frontends.HEARTBEAT_POLL_INTERVAL_S", 0.1)
-    monkeypatch.setattr("inference_service.frontends.UNRESPONSIVE_POLLS", 50)
+    monkeypatch.setattr("inference_service.frontend_processes.HEARTBEAT_POLL_INTERVAL_S", 0.1)
+    monkeypatch.setattr("inference_service.frontend_processes.UNRESPONSIVE_POLLS", 50)
     command = [sys.executable, "-c", CANNOT_TOUCH, str(tmp_path), limit]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as frontend:
         try:

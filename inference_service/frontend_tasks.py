@@ -28,7 +28,7 @@ from inference_service.deploy.reconciler import RayLost, Reconciler
 from inference_service.domain.deployment import LIVE, Deployment, application_name
 from inference_service.domain.rollout import RolloutState
 from inference_service.domain.statistics import OK, Counts, Histogram, Statistics
-from inference_service.frontends import POLL_INTERVAL_S, Peers, PeerState
+from inference_service.frontend_processes import POLL_INTERVAL_S, Peers, PeerState
 from inference_service.serve.models import Listed, Models
 from inference_service.serve.ray_serve import ServeApplications, to_serve_thread
 from inference_service.serve.repository import SummedStatistics

@@ -12,7 +12,7 @@ from shared.checkpoint.references import using
 from shared.errors import NotFound, Unavailable
 from shared.jobs import JobRecord, Jobs
 from shared.jobs.transitions import begin_attempt, fail
-from shared.log import StaleAttempt
+from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from tests.support.snapshots import JOB, entries, save

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train_service.domain.coverage import BLOCK_ROWS, count_rows
+from train_service.domain.coverage_counts import BLOCK_ROWS, count_rows
 
 
 @given(

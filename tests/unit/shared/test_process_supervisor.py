@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.jobs.supervisor import ChildRefused, WakeSignal, supervise
+from shared.process_supervisor import ChildRefused, WakeSignal, supervise
 from tests.support.waiting import wait_until
 
 
@@ -40,7 +40,7 @@ async def test_a_wake_reaches_the_child_and_one_without_a_child_is_missed(
 
 def test_only_the_first_child_can_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STARTS", str(tmp_path))
-    monkeypatch.setattr("shared.jobs.supervisor.FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("shared.process_supervisor.FIRST_DELAY_S", 0.01)
 
     async def supervised(ending: str, number: str) -> None:
         monkeypatch.setenv("ENDING", ending)
@@ -88,6 +88,6 @@ def test_a_child_that_does_not_die_when_it_is_killed_keeps_nobody_from_stopping(
 
     for name, value in {"STARTS": str(tmp_path), "ENDING": "0", "ENDS": "another"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("shared.jobs.supervisor.KILLED_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("shared.process_supervisor.KILLED_TIMEOUT_S", 0.1)
     asyncio.run(scenario())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0"]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from train_service.domain.watchdog import line_in_bundle
-from train_service.program.process import (
+from train_service.program.worker_setup import (
     HIDDEN_VARIABLES,
     OptimizerSteps,
     drop_hidden_variables,

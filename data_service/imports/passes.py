@@ -291,8 +291,8 @@ RESULTS = ResultFormat(
             "data_service.domain.checks_rows.*",
             "data_service.domain.statistics.*",
             "data_service.imports.plan.Tally",
-            "data_service.imports.work.Counted",
-            "data_service.imports.work.Written",
+            "data_service.imports.passes.Counted",
+            "data_service.imports.passes.Written",
             "shared.dataset_version.manifest.DataFile",
         )
     )

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from shared import dataset_stream
-from shared.dataset_stream import DatasetStream, RayFailed
+from shared import ray_data_stream
 from shared.errors import Cancelled
+from shared.ray_data_stream import DatasetStream, RayFailed
 
 TABLE = pa.table({"a": [1]})
 # A wait for what never comes takes longer than a test may.
@@ -38,7 +38,7 @@ class Executor:
 
     def start(self) -> None:
         """As `execute` begins."""
-        dataset_stream._Remember().before_execution_starts(self)  # type: ignore[arg-type]
+        ray_data_stream._Remember().before_execution_starts(self)  # type: ignore[arg-type]
 
     def join(self, timeout: float | None = None) -> None: ...
 

@@ -18,7 +18,7 @@ PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
 import ray, ray.data
-from shared.dataset_stream import DatasetStream, RayFailed, quiet_context
+from shared.ray_data_stream import DatasetStream, RayFailed, quiet_context
 from shared.errors import Cancelled
 
 def writing(folder, crashes):

@@ -27,7 +27,7 @@ from typing import Any
 
 from inference_service.domain.statistics import Counts
 from inference_service.settings import metrics_of
-from shared.jobs.supervisor import ChildRefused, supervise
+from shared.process_supervisor import ChildRefused, supervise
 from shared.settings import SettingsError
 
 # --- Frontends ---

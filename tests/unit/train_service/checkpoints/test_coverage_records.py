@@ -20,8 +20,8 @@ from tests.support.training_records import JOB, commit, make_job
 from tests.support.versions import commit_version, striped_digits
 from tests.unit.train_service.consuming import what_a_rank_consumed
 from tests.unit.train_service.in_ranks import in_ranks
-from train_service.checkpoints import coverage
-from train_service.checkpoints.coverage import CoverageChain, gather, orphans, read_part, row_ids_of
+from train_service.checkpoints import coverage_records
+from train_service.checkpoints.coverage_records import CoverageChain, gather, orphans, read_part, row_ids_of
 from train_service.checkpoints.saving import ConsumedRows
 from train_service.domain.spec import TrainingSpec
 from train_service.jobs.run_records import RunRecords
@@ -99,7 +99,7 @@ def test_a_chain_of_many_checkpoints_stays_short_and_keeps_every_row(store: Obje
 
 
 def test_parts_that_are_large_enough_are_not_written_again(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "PART_ROWS", 400)
+    monkeypatch.setattr(coverage_records, "PART_ROWS", 400)
     chain = CoverageChain(store, JOB)
     for step in range(12):
         chain.append(table(step))
@@ -113,7 +113,7 @@ def test_a_record_of_many_rows_becomes_several_parts_between_steps(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who reads it holds one part at a time, however long a run went without a checkpoint."""
-    monkeypatch.setattr(coverage, "PART_ROWS", 400)
+    monkeypatch.setattr(coverage_records, "PART_ROWS", 400)
     noted = ConsumedRows()
     for step, rows in enumerate([150, 150, 150, 1000, 20, 30, 400, 1]):
         noted.add(step, 0, np.arange(rows, dtype=np.int64), skipped=step % 2 == 1)
@@ -327,5 +327,5 @@ def test_only_records_that_no_checkpoint_names_are_orphans(store: ObjectStore) -
     assert len(left) + len(named) + 1 == len(list(store.list(f"{JOB}/coverage")))
     assert {part.path for part in gone} - named <= set(left)
 
-    coverage.delete_coverage(store, JOB)
+    coverage_records.delete_coverage(store, JOB)
     assert not list(store.list(f"{JOB}/coverage"))

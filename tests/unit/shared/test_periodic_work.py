@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shared.errors import Internal, Unavailable
-from shared.jobs.supervisor import sweep_periodically
+from shared.process_supervisor import sweep_periodically
 
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), Internal("a fault"), RuntimeError("odd")], ids=repr)

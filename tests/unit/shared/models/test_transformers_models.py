@@ -13,7 +13,7 @@ from torch import Tensor
 from shared.errors import InvalidArgument
 from shared.model_spec import ModelSpec
 from shared.models import build_model, import_builder, input_dimensions
-from shared.models.texts import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION, split_tokens
+from shared.models.transformers_models import CAUSAL_LM, NO_TOKEN, SEQUENCE_CLASSIFICATION, split_tokens
 
 LENGTH, CLASSES = 32, 3
 SMALL: dict[str, Any] = {
