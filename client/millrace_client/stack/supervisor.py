@@ -1,7 +1,7 @@
 """Runs the stack: plans its parts, starts them in order, restarts dead ones, and stops them in the reverse order.
 
-The plan is made before anything is started, with free ports on loopback. `start` and `stop` run the supervisor as its
-own process in the background, for `millrace up`, `down` and `demo`.
+The plan is made before anything is started, with free ports on loopback. `start` and `stop` run this module as a
+process of its own in the background, for `millrace up`, `down` and `demo`.
 
 Orphaned grandchildren become children of the supervisor, which reaps them and ends them at the end. Otherwise they
 would go to the machine's first process, which in many containers does not reap.
@@ -618,7 +618,7 @@ def start(
     }
     with log.open("w") as output:
         process = subprocess.Popen(
-            (sys.executable, "-P", "-m", "millrace_client.stack", json.dumps(arguments)),
+            (sys.executable, "-P", "-m", "millrace_client.stack.supervisor", json.dumps(arguments)),
             stdin=subprocess.PIPE if lifeline else subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -675,3 +675,50 @@ def _reason(log: Path) -> str:
         tail = part_log.read_text(errors="replace").strip().splitlines()[-5:]
         message += "".join(f"\n  | {line[:200]}" for line in tail)
     return message
+
+
+# --- The process ---
+
+KEEP = "keep"
+
+
+def main() -> int:
+    """Run the stack that the options in the only argument, JSON, describe, until a signal or the lifeline ends it.
+
+    With `lifeline`, standard input is a pipe from the parent. If it closes without the word `keep`, the parent has
+    died, and the stack ends with it.
+    """
+    arguments = json.loads(sys.argv[1])
+    home = Path(arguments["home"])
+    options = StackOptions(
+        store=arguments["store"],
+        import_roots=tuple(Path(root) for root in arguments["import_roots"]),
+        ray_cpus=arguments["ray_cpus"],
+    )
+    try:
+        with hold_home(home):
+            supervisor = Supervisor(make_plan(home, options), say_with_time, owns_process=True)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, lambda *_: supervisor.stop())
+            # The terminal that started it may close.
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            if arguments["lifeline"]:
+                threading.Thread(target=_watch_lifeline, args=(supervisor,), daemon=True).start()
+            supervisor.run()
+    except (StartFailed, AlreadyRunning) as error:
+        say_with_time(f"error: {error}")
+        return 1
+    return 0
+
+
+def _watch_lifeline(supervisor: Supervisor) -> None:
+    # os.read is used because a thread must not hold the lock of sys.stdin when the interpreter ends.
+    said = b""
+    while more := os.read(0, 64):
+        said += more
+    if said != KEEP.encode():
+        supervisor.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
