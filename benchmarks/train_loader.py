@@ -21,7 +21,7 @@ from torchvision import datasets, transforms
 from shared.dataset_version import VersionReader, load_version
 from shared.model_spec import ModelSpec
 from shared.storage import ObjectStore
-from train_service.domain.order import SlicePlan
+from train_service.domain.order import BatchPlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Loader, RowCache
 from train_service.loading.preprocessing import Preprocessing
@@ -55,7 +55,7 @@ def loader(store: ObjectStore, rank: int = 0, world_size: int = 1) -> tuple[Load
     preprocessing = Preprocessing(SPEC, version.columns)
     reader, classes = VersionReader(store, version), SPEC.model.num_classes
     cache = RowCache(reader, "train", preprocessing.columns, "label", classes, CACHE_BYTES)
-    plan = SlicePlan(1, SPEC.lanes, BATCH, 1, rank, world_size)
+    plan = BatchPlan(1, SPEC.lanes, BATCH, 1, rank, world_size)
     return Loader(cache, preprocessing, plan), reader
 
 

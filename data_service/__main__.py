@@ -12,7 +12,7 @@ from google.longrunning import operations_pb2, operations_pb2_grpc
 from grpc import aio
 
 from data_service.datasets import Datasets, Versions
-from data_service.deletion import Deletions, Sweeper
+from data_service.deletion import Deletions, GarbageCollector
 from data_service.servicer import DataServicer, VersionOperations
 from data_service.settings import DataSettings, data_settings
 from data_service.uploads.uploads import Uploads
@@ -24,7 +24,7 @@ from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs import Jobs
 from shared.jobs.index import KEEP_INTERVAL_S
 from shared.logging_and_tracing import configure_logging, configure_tracing, tracing
-from shared.process_supervisor import WakeSignal, supervise, sweep_periodically
+from shared.process_supervisor import WakeSignal, run_periodically, supervise
 from shared.settings import OwnCode, SettingsError, own_code
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.object_store import StoreRefused, ensure_bucket
@@ -55,8 +55,8 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
     )
     operations = VersionOperations(store, jobs, versions)
     deletions = Deletions(store, jobs)
-    sweeper = Sweeper(
-        store, datasets, deletions, sweep_uploads=uploads.sweep, delete_uploads=uploads.abort_all, index=index
+    garbage_collector = GarbageCollector(
+        store, datasets, deletions, collect_uploads=uploads.collect, delete_uploads=uploads.abort_all, index=index
     )
 
     def register(server: aio.Server) -> Sequence[str]:
@@ -70,8 +70,8 @@ async def run(settings: DataSettings, store: ObjectStore, token: BearerToken | N
 
     stop = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(sweep_periodically(sweeper.sweep, settings.sweep_interval_s, stop))
-        tasks.create_task(sweep_periodically(index.keep, KEEP_INTERVAL_S, stop))
+        tasks.create_task(run_periodically(garbage_collector.collect, settings.sweep_interval_s, stop))
+        tasks.create_task(run_periodically(index.keep, KEEP_INTERVAL_S, stop))
         if settings.service.ray_address:
             tasks.create_task(supervise(RECONCILER, stop, wake))
         else:

@@ -1,6 +1,6 @@
 """Deletes versions and datasets.
 
-One version's deletion, and the sweep that removes unreferenced objects.
+One version's deletion, and the garbage collection that removes unreferenced objects.
 """
 
 from __future__ import annotations
@@ -122,11 +122,12 @@ def _in_use(job: JobRecord, references: list[str]) -> FailedPrecondition:
     )
 
 
-# --- Sweeper ---
+# --- Garbage collector ---
 # Removes unreferenced objects, a bounded amount in each pass.
 #
 # Every object was listed before the log was read that allows its removal, and has a unique name (attempts' folders have
-# a nonce, markers a uid). So objects that are created meanwhile are never removed, and any number of sweepers may run.
+# a nonce, markers a uid). So objects that are created meanwhile are never removed, and any number of collectors may
+# run.
 
 
 # After a week no client repeats a call to get its first answer.
@@ -143,10 +144,10 @@ CLAIMS_A_PASS = 10_000
 OPERATIONS_A_PASS = 1000
 
 
-class Sweeper:
+class GarbageCollector:
     """Removes unreferenced objects.
 
-    `sweep_uploads` is called with the time, `delete_uploads` with the name and the uid of a deleted dataset. `clock`
+    `collect_uploads` is called with the time, `delete_uploads` with the name and the uid of a deleted dataset. `clock`
     returns seconds since the epoch. Without an `index`, and until it has all versions, each version that ever was is
     swept; with it, those that are not settled, and the others in turns.
     """
@@ -157,7 +158,7 @@ class Sweeper:
         datasets: Datasets,
         deletions: Deletions,
         *,
-        sweep_uploads: Callable[[float], object],
+        collect_uploads: Callable[[float], object],
         delete_uploads: Callable[[str, str], object],
         clock: Callable[[], float] = time.time,
         index: JobIndex | None = None,
@@ -167,7 +168,7 @@ class Sweeper:
         self._datasets = datasets
         self._deletions = deletions
         self._jobs = Jobs(store, IMPORT_KIND)
-        self._sweep_uploads = sweep_uploads
+        self._collect_uploads = collect_uploads
         self._delete_uploads = delete_uploads
         self._clock = clock
         # The dataset after which the last pass stopped; empty if it reached the end.
@@ -182,23 +183,23 @@ class Sweeper:
         # The version after which the last pass over those that are not settled stopped.
         self._after_version = ""
 
-    def sweep(self) -> None:
+    def collect(self) -> None:
         """Runs one pass.
 
         An error with one resource is logged and does not affect the others; raises `Unavailable`.
         """
-        self._run_isolated("request claims", self._sweep_claims)
-        self._run_isolated("operations", self._sweep_operations)
-        self._run_isolated("uploads", lambda: self._sweep_uploads(self._clock()))
+        self._run_isolated("request claims", self._collect_claims)
+        self._run_isolated("operations", self._collect_operations)
+        self._run_isolated("uploads", lambda: self._collect_uploads(self._clock()))
         self._run_isolated(
             "torn objects", lambda: self._store.delete_unfinished("datasets", self._clock() - ORPHAN_GRACE_PERIOD_S)
         )
         unsettled = self._index.unsettled() if self._index else None
         if self._index is not None and unsettled is not None:
-            self._sweep_unsettled(self._index, unsettled)
+            self._collect_unsettled(self._index, unsettled)
             for dataset in self._store.folders("datasets"):
                 name = f"datasets/{dataset}"
-                self._run_isolated(name, partial(self._sweep_dataset, name, None))
+                self._run_isolated(name, partial(self._collect_dataset, name, None))
             return
         seen = 0
         for dataset in sorted(self._store.folders("datasets")):
@@ -206,38 +207,38 @@ class Sweeper:
                 continue
             name = f"datasets/{dataset}"
             versions = [f"{name}/versions/{folder}" for folder in self._store.folders(f"{name}/versions")]
-            self._run_isolated(name, partial(self._sweep_dataset, name, versions))
+            self._run_isolated(name, partial(self._collect_dataset, name, versions))
             for version in versions:
-                self._run_isolated(version, partial(self._sweep_version, version))
+                self._run_isolated(version, partial(self._collect_version, version))
             seen += len(versions)
             if seen >= VERSIONS_A_PASS:
                 self._after = dataset
                 return
         self._after = ""
 
-    def _sweep_unsettled(self, index: JobIndex, unsettled: Iterable[IndexedJob]) -> None:
-        """Sweeps versions that are not settled, at most `VERSIONS_A_PASS`, and some of all that ever were in turns."""
-        swept: set[str] = set()
+    def _collect_unsettled(self, index: JobIndex, unsettled: Iterable[IndexedJob]) -> None:
+        """Collects the garbage of unsettled versions, at most `VERSIONS_A_PASS`, and of some of all others in turns."""
+        collected: set[str] = set()
         settled: list[IndexedJob] = []
         for version in unsettled:
             name = version.record.name
             if name <= self._after_version:
                 continue
-            if len(swept) == VERSIONS_A_PASS:
+            if len(collected) == VERSIONS_A_PASS:
                 break
-            swept.add(name)
+            collected.add(name)
             self._after_version = name
-            if self._run_isolated(name, partial(self._sweep_version, name)) and self._is_settled(version.record):
+            if self._run_isolated(name, partial(self._collect_version, name)) and self._is_settled(version.record):
                 settled.append(version)
         else:
             self._after_version = ""
         index.settle(settled)
         for name in index.check(VERSIONS_IN_TURNS):
-            if name not in swept:
-                self._run_isolated(name, partial(self._sweep_version, name))
+            if name not in collected:
+                self._run_isolated(name, partial(self._collect_version, name))
 
     def _is_settled(self, job: JobRecord) -> bool:
-        """Returns whether a sweep that has succeeded leaves nothing to do about a version, unless it changes."""
+        """Returns whether a collection that has succeeded leaves nothing to do about a version, unless it changes."""
         is_over = job.state.final and job.state is not JobState.DELETING
         is_tidy = not _is_active(job) or job.result["manifest"].rsplit("/", 1)[0] in self._tidy
         return is_over and is_tidy and self._clock() - job.update_time > ORPHAN_GRACE_PERIOD_S
@@ -256,7 +257,7 @@ class Sweeper:
             return True
         return False
 
-    def _sweep_claims(self) -> None:
+    def _collect_claims(self) -> None:
         old = [
             info.key
             for info in self._store.list(f"requests/{SERVICE}")
@@ -264,7 +265,7 @@ class Sweeper:
         ]
         self._store.delete_all(old[:CLAIMS_A_PASS])
 
-    def _sweep_operations(self) -> None:
+    def _collect_operations(self) -> None:
         """Removes operations whose job was never created.
 
         Their creator died, and no client repeats the call any more.
@@ -282,8 +283,11 @@ class Sweeper:
         if len(waiting) <= OPERATIONS_A_PASS:
             self._after_operation = ""
 
-    def _sweep_dataset(self, name: str, versions: Sequence[str] | None) -> None:
-        """Sweeps a dataset. `versions` are the names of all that ever were; None: the index has them."""
+    def _collect_dataset(self, name: str, versions: Sequence[str] | None) -> None:
+        """Collects the garbage of a dataset.
+
+        `versions` are the names of all that ever were; None: the index has them.
+        """
         dataset = self._datasets.newest(name)
         if dataset is None or (not dataset.deleted and dataset.retention.keeps_all):
             return
@@ -295,7 +299,7 @@ class Sweeper:
         if self._datasets.newest(name) != dataset:
             return  # the versions may be of another dataset that has the name now
         if dataset.deleted:
-            self._sweep_deleted_dataset(name, dataset.uid, jobs)
+            self._collect_deleted_dataset(name, dataset.uid, jobs)
             return
         active = {job.name: job for job in jobs if _is_active(job)}
         committed = [Committed(job.name, job.update_time) for job in active.values()]
@@ -305,7 +309,7 @@ class Sweeper:
                 # With the uid, since another version of this name would be the newest.
                 self._run_isolated(version, partial(self._deletions.delete, version, uid=active[version].uid))
 
-    def _sweep_deleted_dataset(self, name: str, uid: str, jobs: Sequence[JobRecord]) -> None:
+    def _collect_deleted_dataset(self, name: str, uid: str, jobs: Sequence[JobRecord]) -> None:
         """Settles versions in a deleted dataset.
 
         A version that was created during the deletion, and whose creator died before it could cancel it, restores the
@@ -320,7 +324,7 @@ class Sweeper:
             self._run_isolated(job.name, partial(self._deletions.delete, job.name, uid=job.uid))
         self._delete_uploads(name, uid)
 
-    def _sweep_version(self, name: str) -> None:
+    def _collect_version(self, name: str) -> None:
         # In this order: the objects listed here were written before the log had the state read below.
         attempts = [f"{name}/data/{folder}" for folder in self._store.folders(f"{name}/data")]
         references = markers(self._store, name)

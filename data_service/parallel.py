@@ -195,7 +195,7 @@ def run_on_ray(
     alone = foreign_code or pool is not None
     groups = [[part] for part in parts] if alone else grouped(parts, _cpus())
     if pool is None:
-        WAITING.take(min(len(groups), _cpus()))
+        STANDBY_WORKERS.start_for(min(len(groups), _cpus()))
     from shared.ray_data_stream import DatasetStream, RayFailed  # ray.data: slow to import, and only the job needs it
 
     by_number = {part.number: part for part in parts}
@@ -528,30 +528,30 @@ def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_
     return Unavailable(f"the worker died, and died again, on {where}", reason="WORKER_LOST", metadata=metadata)
 
 
-# --- Warm workers ---
-# Idle Ray workers that wait for the tasks of the next import or transform: without them a transform of a few seconds
-# would spend most of its time on starting workers.
+# --- Standby workers ---
+# Ray workers that wait, with their modules imported, for the tasks of the next import or transform: without them a
+# transform of a few seconds would spend most of its time on starting workers.
 
 WARM_WORKERS = WarmWorkers(
     # The last two are modules that a dataset's tasks import: its settings, and Ray Data's issue detection.
     ("ray.data", "data_service.transforms.passes", "shared.ray_data_stream", "ray.data._internal.issue_detection"),
     kept_for_s=900,
 )
-# The most idle workers; each takes about 200 MiB.
+# The most standby workers; each takes about 200 MiB.
 MAX = 4
 
 
-class IdleWorkers:
-    """The warm workers of one attempt, which has its own process.
+class StandbyWorkers:
+    """The standby workers of one attempt, which has its own process.
 
     Counts the workers that its tasks take, so that the same number can be started for the next attempt. Ray does not
-    report how many are idle.
+    report how many wait.
     """
 
     def __init__(self) -> None:
         self._taken = 0
 
-    def take(self, tasks: int) -> None:
+    def start_for(self, tasks: int) -> None:
         """Starts `tasks` no-op tasks in the warm-worker environment.
 
         Ray then spawns and preloads worker processes while this process prepares the first real tasks. If warm workers
@@ -560,9 +560,9 @@ class IdleWorkers:
         if self._taken:
             return
         self._taken = tasks
-        meet = ray.remote(num_cpus=1, max_retries=0, runtime_env=WARM_WORKERS.runtime_env)(_meet)
+        no_op = ray.remote(num_cpus=1, max_retries=0, runtime_env=WARM_WORKERS.runtime_env)(_no_op)
         for _ in range(tasks):
-            meet.remote()
+            no_op.remote()
 
     def replace(self) -> None:
         """Starts workers for the next attempt, after the job is done.
@@ -578,7 +578,7 @@ class IdleWorkers:
             logger.warning("no processes wait for the next job", exc_info=True)
 
 
-WAITING = IdleWorkers()
+STANDBY_WORKERS = StandbyWorkers()
 
 
 def start(count: int) -> None:
@@ -589,7 +589,7 @@ def start(count: int) -> None:
     WARM_WORKERS.start(Counter(islice(chain.from_iterable(rounds), count)))
 
 
-def _meet() -> None:
+def _no_op() -> None:
     """Does nothing: the worker has imported all modules when it is called."""
 
 

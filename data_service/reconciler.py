@@ -24,9 +24,9 @@ from shared.logging_and_tracing import configure_logging
 def run(context: AttemptContext) -> dict[str, Any]:
     """Runs one attempt of a version job; the result names the manifest."""
     # Imported here: an import needs no module of a transform, and should not wait for it.
-    from data_service.parallel import WAITING
+    from data_service.parallel import STANDBY_WORKERS
 
-    context.afterwards(WAITING.replace)  # it starts none if the job had no tasks
+    context.afterwards(STANDBY_WORKERS.replace)  # it starts none if the job had no tasks
     if "transform" in context.job.spec:
         from data_service.transforms.job import run_transform
 

@@ -92,14 +92,14 @@ def attempt_folder(context: AttemptContext, *, keeps_parts: bool = False) -> Ite
     attempt stays readable. Raises `ResourceExhausted` if the local disk is full.
 
     With `keeps_parts` it first takes over the parts that lost attempts finished, unless the store is too full for the
-    copies. If it is lost itself, its folder stays for the next attempt. If none follows, the sweeper deletes the folder
-    once the job has ended.
+    copies. If it is lost itself, its folder stays for the next attempt. If none follows, the garbage collector deletes
+    the folder once the job has ended.
     """
     folder = new_folder(context)
     try:
         if keeps_parts:
             _take_over_parts(context, folder)
-        _sweep_lost_attempts(context)
+        _collect_lost_attempts(context)
         with scratch_folder() as scratch:
             yield folder, scratch
         if keeps_parts:
@@ -148,10 +148,12 @@ def _forget_parts(store: ObjectStore, folder: str) -> None:
         forget(store, folder)
         store.delete_folder(f"{folder}/{PINS}")
     except STORE_OUTAGES as error:
-        logger.warning("records of parts stay in %s until the sweeper deletes them: %s", folder, error.message)
+        logger.warning(
+            "records of parts stay in %s until the garbage collector deletes them: %s", folder, error.message
+        )
 
 
-def _sweep_lost_attempts(context: AttemptContext) -> None:
+def _collect_lost_attempts(context: AttemptContext) -> None:
     """Deletes the folders of earlier attempts.
 
     The log has fenced them, so they cannot be committed any more.
@@ -274,7 +276,7 @@ def scratch_folder() -> Iterator[Path]:
     releases when the owner dies. Process numbers would not do, since containers that share a temporary folder do not
     see each other's processes.
     """
-    _sweep_unowned()
+    _collect_unowned()
     folder, lock = _owned_folder()
     try:
         yield folder
@@ -289,7 +291,7 @@ def _owned_folder() -> tuple[Path, int]:
     """Returns a new folder, and the descriptor that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-        # Another process may sweep the folder before it is locked; then it no longer exists once we have the lock.
+        # Another process may remove the folder before it is locked; then it no longer exists once we have the lock.
         with suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -298,7 +300,7 @@ def _owned_folder() -> tuple[Path, int]:
             os.close(lock)
 
 
-def _sweep_unowned() -> None:
+def _collect_unowned() -> None:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -306,7 +308,7 @@ def _sweep_unowned() -> None:
             continue  # deleted just now, owned by another user, or not a folder
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed stays for a later sweep
+            shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed stays for a later collection
         except BlockingIOError:
             continue  # its owner is alive
         finally:

@@ -187,7 +187,7 @@ class CodeBundles:
             )
         self._take_away(sha256)
 
-    def sweep(self) -> None:
+    def collect(self) -> None:
         """Finish interrupted deletions and remove leftovers.
 
         Leftovers are bytes of uploads whose process died, and markers of jobs that no longer exist. Raises if the store

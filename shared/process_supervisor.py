@@ -1,6 +1,7 @@
-"""Work beside a service's server: a supervised child process, and a periodic sweep.
+"""Work beside a service's server: a supervised child process, and periodic work.
 
-The child is restarted with growing delays whenever it ends. The sweep removes objects that are no longer needed.
+The child is restarted with growing delays whenever it ends. Garbage collection, which removes objects that are no
+longer needed, is periodic.
 """
 
 from __future__ import annotations
@@ -132,18 +133,18 @@ async def _ends(child: Process, timeout_s: float) -> bool:
     return True
 
 
-# --- Sweeping ---
+# --- Periodic work ---
 
 
-async def sweep_periodically(sweep: Callable[[], None], interval_s: float, stop: asyncio.Event) -> None:
-    """Call `sweep`, in a thread, at once and then every `interval_s` seconds until `stop`. No failure ends it."""
+async def run_periodically(work: Callable[[], None], interval_s: float, stop: asyncio.Event) -> None:
+    """Call `work`, in a thread, at once and then every `interval_s` seconds until `stop`. No failure ends it."""
     while not stop.is_set():
         try:
-            await asyncio.to_thread(sweep)
+            await asyncio.to_thread(work)
         except STORE_OUTAGES as error:
-            logger.warning("the sweep is put off: %s", error.message)
+            logger.warning("periodic work is put off: %s", error.message)
         except Exception:
-            logger.exception("the sweep failed; the next one tries again")
+            logger.exception("periodic work failed; it is tried again")
         try:
             async with asyncio.timeout(interval_s):
                 await stop.wait()

@@ -18,7 +18,7 @@ from shared.errors import MillraceError
 from shared.grpc_server import BearerToken, bearer_token, serve
 from shared.jobs.index import KEEP_INTERVAL_S
 from shared.logging_and_tracing import configure_logging, configure_tracing, tracing
-from shared.process_supervisor import supervise, sweep_periodically
+from shared.process_supervisor import run_periodically, supervise
 from shared.settings import (
     OwnCode,
     ServiceSettings,
@@ -31,7 +31,7 @@ from shared.settings import (
 from shared.storage import ObjectStore, open_store, probe
 from shared.storage.object_store import StoreRefused, ensure_bucket
 from train_service.jobs.checkpoint_import import CheckpointImports
-from train_service.jobs.deletion import SWEEP_INTERVAL_S, Deletions, Sweeper
+from train_service.jobs.deletion import COLLECT_INTERVAL_S, Deletions, GarbageCollector
 from train_service.jobs.own_code import BundleIntake, ProgramCheck
 from train_service.jobs.run_records import CheckpointReader, RunRecords
 from train_service.jobs.training_jobs import TrainingJobs
@@ -68,12 +68,12 @@ async def run(
         return [train_service_pb2.DESCRIPTOR.services_by_name["TrainService"].full_name]
 
     tasks = [asyncio.create_task(asyncio.to_thread(jobs.warm_up))]
-    sweeper = Sweeper(store, deletions, index=jobs.index)
-    tasks.append(asyncio.create_task(sweep_periodically(sweeper.sweep, SWEEP_INTERVAL_S, stop)))
-    tasks.append(asyncio.create_task(sweep_periodically(sweep_deletions.finish_all, SWEEP_INTERVAL_S, stop)))
-    tasks.append(asyncio.create_task(sweep_periodically(bundles.sweep, SWEEP_INTERVAL_S, stop)))
-    tasks.append(asyncio.create_task(sweep_periodically(jobs.index.keep, KEEP_INTERVAL_S, stop)))
-    tasks.append(asyncio.create_task(sweep_periodically(sweeps.index.keep, KEEP_INTERVAL_S, stop)))
+    garbage_collector = GarbageCollector(store, deletions, index=jobs.index)
+    tasks.append(asyncio.create_task(run_periodically(garbage_collector.collect, COLLECT_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(run_periodically(sweep_deletions.finish_all, COLLECT_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(run_periodically(bundles.collect, COLLECT_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(run_periodically(jobs.index.keep, KEEP_INTERVAL_S, stop)))
+    tasks.append(asyncio.create_task(run_periodically(sweeps.index.keep, KEEP_INTERVAL_S, stop)))
     if settings.ray_address:
         tasks.append(asyncio.create_task(supervise("train_service.reconciler", stop)))
     await serve(settings.listen, register, stop=stop, token=token)

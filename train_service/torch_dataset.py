@@ -18,7 +18,7 @@ from shared.models.inputs import tensors_of
 from shared.settings import StoreSettings, allowed_functions, store_settings
 from shared.storage import open_store
 from train_service.convert_specs import spec_from_proto
-from train_service.loading.loader import Batches, Loader
+from train_service.loading.loader import Loader, LoaderFactory
 from train_service.loading.preprocessing import fitted
 
 
@@ -62,7 +62,7 @@ class TrainingBatches(IterableDataset[tuple[Any, torch.Tensor]]):
         plain = spec_from_proto(training_spec, allowed_functions(os.environ))
         opened = open_store(settings)
         plain, version, _ = fitted(opened, plain)
-        return cls(Batches(opened, version, plain).loader(rank, world_size))
+        return cls(LoaderFactory(opened, version, plain).loader(rank, world_size))
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader

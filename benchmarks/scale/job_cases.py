@@ -1,4 +1,4 @@
-"""Training jobs: a page, polls of the reconciler, a merge of changes, a sweep and a deletion; and the events of a run.
+"""Training jobs: a page, polls of the reconciler, a merge of changes, garbage and a deletion; and the events of a run.
 
 There are 100 jobs at 1x, of which one is live: 100,000 and 1,000 at 1,000x. Simulated: the store, and Ray, which has no
 place for any; all finished jobs are copies of one, and so are their entries in the index, which real code has made.
@@ -24,7 +24,7 @@ from shared.jobs.transitions import begin_attempt, request_cancel, succeed
 from shared.model_spec import ModelSpec
 from shared.settings import ServiceSettings
 from train_service.domain.spec import TrainingSpec
-from train_service.jobs.deletion import Deletions, Sweeper
+from train_service.jobs.deletion import Deletions, GarbageCollector
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog, gather_ended
 from train_service.records.metrics_log import PART_POINTS, MetricPoint, encode, metrics_page
@@ -61,7 +61,7 @@ def jobs(costs: Costs, scale: int) -> None:
         service.index.merge()
     deletions = Deletions(store)
     with costs.measured("job_sweep", store, units=live_jobs + min(count, 200)):
-        Sweeper(store, deletions, index=service.index).sweep()
+        GarbageCollector(store, deletions, index=service.index).collect()
     with costs.measured("job_delete", store):
         deletions.begin(f"{DONE}{0:06d}")
         deletions.finish(f"{DONE}{0:06d}")

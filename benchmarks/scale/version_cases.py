@@ -1,4 +1,4 @@
-"""Versions: a page, a sweep and the deletion of a dataset; and what watchers of an operation request.
+"""Versions: a page, garbage and the deletion of a dataset; and what watchers of an operation request.
 
 Simulated: the store. All versions are copies of one, and so are their entries in the index, which real code has made.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from benchmarks.scale.measuring import Costs
 from benchmarks.scale.simulated_store import SimulatedStore
 from data_service.datasets import Datasets, Versions, operation_id, record_operation
-from data_service.deletion import Deletions, Sweeper
+from data_service.deletion import Deletions, GarbageCollector
 from data_service.servicer import FollowedOperation, VersionOperations
 from data_service.version_jobs import open_version_index
 from shared.dataset_version.version import IMPORT_KIND
@@ -33,7 +33,7 @@ FIRST_S, WATCHED_S = 10.0, 120.0
 
 
 def versions(costs: Costs, scale: int) -> None:
-    """Lists, sweeps and deletes where 100 versions have ended and 100 were deleted at 1x."""
+    """Lists, collects garbage and deletes where 100 versions have ended and 100 were deleted at 1x."""
     store, count = SimulatedStore(), 100 * scale
     _fill(store, count)
     index = open_version_index(store)
@@ -44,16 +44,16 @@ def versions(costs: Costs, scale: int) -> None:
     assert page.requests <= 20, page.requests
     with costs.measured("version_page_of_deleted", store):
         assert catalog.list("datasets/emptied", 100, "") == ([], "")
-    sweeper = Sweeper(
+    garbage_collector = GarbageCollector(
         store,
         datasets,
         Deletions(store, Jobs(store, IMPORT_KIND)),
-        sweep_uploads=lambda _: None,
+        collect_uploads=lambda _: None,
         delete_uploads=lambda *_: None,
         index=index,
     )
     with costs.measured("version_sweep", store, units=min(2 * count, 200)):
-        sweeper.sweep()
+        garbage_collector.collect()
     with costs.measured("dataset_delete", store):
         datasets.delete("datasets/emptied", "", check_uploads=lambda *_: None, delete_uploads=lambda *_: None)
 

@@ -272,9 +272,9 @@ class WritePart:
         self, part: ImportPart, store: ObjectStore, scratch: Path, finder: Finder | None, watch: Watch
     ) -> Written:
         screen = self.rows.screen(part, scratch / QUARANTINE)
-        with screen.bad_rows, Behind() as behind:
-            files = _PartFiles(self, part, store, scratch, behind)
-            with closing(ahead(self.rows.kept(part, screen, finder, store, watch))) as tables:
+        with screen.bad_rows, WriterThread() as writer_thread:
+            files = _PartFiles(self, part, store, scratch, writer_thread)
+            with closing(prefetched(self.rows.kept(part, screen, finder, store, watch))) as tables:
                 for table in tables:
                     files.add(table)
                     watch.after_table(len(table), screen.bad_rows.row_count)
@@ -307,11 +307,13 @@ def files_of(result: object) -> list[str]:
 class _PartFiles:
     """The files of one part: of its imported split, and of that split's hold-outs.
 
-    The thread of `behind` writes them.
+    `writer_thread` writes them.
     """
 
-    def __init__(self, work: WritePart, part: ImportPart, store: ObjectStore, scratch: Path, behind: Behind) -> None:
-        self._behind = behind
+    def __init__(
+        self, work: WritePart, part: ImportPart, store: ObjectStore, scratch: Path, writer_thread: WriterThread
+    ) -> None:
+        self._writer_thread = writer_thread
         self._routing = work.routings.get(part.split) or Routing([part.split], [0])
         self._place = part.place
         schema = work.rows.columns.schema
@@ -337,12 +339,12 @@ class _PartFiles:
         for number, target in enumerate(self._routing.targets):
             rows = table if choice is None else table.filter(pa.array(choice == number))
             statistics = self.statistics[target]
-            self._behind.do(self._writers[target].write, rows)
+            self._writer_thread.do(self._writers[target].write, rows)
             statistics.update(rows, self._place.first_row_ids[target] + statistics.row_count)
 
     def close(self) -> list[DataFile]:
         """Writes and uploads the pending rows; returns the files."""
-        return [file for writer in self._writers.values() for file in self._behind.result(writer.close)]
+        return [file for writer in self._writers.values() for file in self._writer_thread.result(writer.close)]
 
 
 # --- Failures ---
@@ -446,12 +448,12 @@ DEPTH = 2
 _END = object()
 
 
-def ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
+def prefetched(items: Iterator[Item]) -> Generator[Item, None, None]:
     """Computes the items on another thread, at most `DEPTH` ahead.
 
     Errors of `items` are raised here. Closing this generator cancels the items that are not begun.
     """
-    with ThreadPoolExecutor(1, thread_name_prefix="ahead") as pool:
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as pool:
         following: deque[Future[Any]] = deque(pool.submit(next, items, _END) for _ in range(DEPTH))
         try:
             while (item := following.popleft().result()) is not _END:
@@ -462,7 +464,7 @@ def ahead(items: Iterator[Item]) -> Generator[Item, None, None]:
                 one.cancel()
 
 
-class Behind:
+class WriterThread:
     """Runs work on another thread, in order, with at most `DEPTH` pieces pending.
 
     The error of a piece is raised by a later call, or at the latest when the body ends. The body's end waits for all
@@ -470,10 +472,10 @@ class Behind:
     """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="behind")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._waiting: deque[Future[Any]] = deque()
 
-    def __enter__(self) -> Behind:
+    def __enter__(self) -> WriterThread:
         return self
 
     def __exit__(

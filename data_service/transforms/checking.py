@@ -20,7 +20,7 @@ from millrace.common.v1 import transform_pb2
 from shared.bundle_predictor import entry_of
 from shared.checkpoint import CheckpointContent, load_checkpoint
 from shared.checkpoint.format import is_program_checkpoint, load_program_checkpoint
-from shared.checkpoint.nan_values import NanReading, float_columns, may_be_non_finite, nan_reading
+from shared.checkpoint.nan_values import NanPolicy, float_columns, may_be_non_finite, nan_policy_of
 from shared.checkpoint.references import resolve_any
 from shared.dataset_version import DatasetVersion, Manifest
 from shared.dataset_version.manifest import Column, tensor_array, tensor_field
@@ -135,7 +135,7 @@ class Preparation:
     reads: list[str]
     images: list[str]
     row: ModelInput
-    nans: NanReading
+    nans: NanPolicy
     floats: list[str]
     is_complete: bool
 
@@ -160,7 +160,7 @@ def preparation(content: CheckpointContent, source: Manifest, source_name: str) 
         reads,
         images,
         row,
-        nans=nan_reading(content, steps.steps, given, gone=chain[:begin]),
+        nans=nan_policy_of(content, steps.steps, given, gone=chain[:begin]),
         floats=float_columns(given),
         is_complete=may_be_non_finite(given, images),
     )

@@ -215,7 +215,7 @@ def using(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> It
     try:
         yield
     except MillraceError as error:
-        # After an outage the job may exist nevertheless; a sweep settles that.
+        # After an outage the job may exist nevertheless; the garbage collector settles that.
         if not isinstance(error, OUTCOME_UNKNOWN):
             with suppress(*STORE_OUTAGES):
                 _let_go(store, name, kind, uid, folder)

@@ -186,9 +186,9 @@ class Uploads:
         """See `UploadFinisher.abort_all`."""
         self._finisher.abort_all(dataset, dataset_uid)
 
-    def sweep(self, now: float) -> list[str]:
-        """See `UploadFinisher.sweep`."""
-        return self._finisher.sweep(now)
+    def collect(self, now: float) -> list[str]:
+        """See `UploadFinisher.collect`."""
+        return self._finisher.collect(now)
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, record: UploadRecord) -> None:
         """Aborts the upload if its dataset was deleted meanwhile; raises `NotFound` then.
@@ -343,7 +343,7 @@ LATE_WRITES_S = VALID_FOR.total_seconds() + 600.0
 class UploadFinisher:
     """Removes uploads.
 
-    All methods block. `sweep` is not safe for several threads.
+    All methods block. `collect` is not safe for several threads.
     """
 
     def __init__(self, store: ObjectStore) -> None:
@@ -411,7 +411,7 @@ class UploadFinisher:
             if upload and upload.uid == live.uid and upload.dataset_uid in ("", dataset_uid):
                 yield upload
 
-    def sweep(self, now: float) -> list[str]:
+    def collect(self, now: float) -> list[str]:
         """Removes uploads that have expired by `now` and no import reads, and late writes of removed ones.
 
         Returns the names of the removed uploads.
@@ -422,7 +422,7 @@ class UploadFinisher:
             self._after = key
             try:
                 live = self._live.read(key)
-                if live and self._sweep_one(live, now):
+                if live and self._collect_one(live, now):
                     expired.append(live.name)
             except STORE_OUTAGES:
                 raise  # which affects all uploads
@@ -432,7 +432,7 @@ class UploadFinisher:
             self._after = ""
         return expired
 
-    def _sweep_one(self, live: LiveUpload, now: float) -> bool:
+    def _collect_one(self, live: LiveUpload, now: float) -> bool:
         if live.gone_at is not None:
             if now - live.gone_at > LATE_WRITES_S:
                 self._store.delete_folder(chunks_of(live.name, live.uid))
@@ -453,7 +453,7 @@ class UploadFinisher:
         try:
             self.abort(live.name, live.uid)
         except (FailedPrecondition, NotFound):
-            return False  # in use, and a later sweep removes it; or just removed by another process
+            return False  # in use, and a later collection removes it; or just removed by another process
         logger.info("%s has expired", live.name)
         return True
 
@@ -476,7 +476,7 @@ def _is_same(newest: UploadRecord, upload: UploadRecord) -> bool:
 
 
 # --- Live uploads ---
-# Markers `live/upload/{d}/{uid}.json` of uploads that may still have bytes, so that a sweep need not visit all the
+# Markers `live/upload/{d}/{uid}.json` of uploads that may still have bytes, so that a collection need not visit all the
 # uploads that ever existed.
 
 FOLDER = "live/upload"
@@ -515,7 +515,7 @@ class LiveUploads:
         return sorted(info.key for info in self._store.list(folder))
 
     def read(self, key: str) -> LiveUpload | None:
-        """Returns a marker; None if another sweep removed it first."""
+        """Returns a marker; None if another collection removed it first."""
         try:
             return LiveUpload(**fields_of(LiveUpload, json.loads(self._store.get(key))))
         except ObjectMissing:

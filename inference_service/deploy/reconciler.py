@@ -358,7 +358,7 @@ class ModelLoader:
         # Before the version gets any traffic, all replicas must answer. If it was loaded before, one is enough.
         wanted = max(replicas, deployment.spec.num_replicas) if version.signature is None else 1
         try:
-            model, loaded = await answered(self.applications.describe(name, wanted))
+            model, loaded = await answered(self.applications.open_model(name, wanted))
         except (DataLoss, FailedPrecondition) as error:
             await self._fail(name, deployment, version, error)
             return False

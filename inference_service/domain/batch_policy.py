@@ -94,7 +94,7 @@ class BatchTimes:
         # What `_shape_of` returned since the last batch. Each admission asks several times.
         self._shape_of_s: dict[int, float] = {}
         self._pace = self._usual_pace = 1.0
-        self._way_s: float | None = None
+        self._transfer_s: float | None = None
         self._deviation = FIRST_DEVIATION  # relative to the expected time
 
     def observe(self, rows: int, seconds: float, computed_s: float | None = None) -> None:
@@ -105,18 +105,18 @@ class BatchTimes:
         key = bucket(rows)
         self._shape_of_s.clear()
         computed_s = seconds if computed_s is None else min(computed_s, seconds)
-        way_s = seconds - computed_s
-        if self._way_s is None:
-            self._way_s = way_s
+        transfer_s = seconds - computed_s
+        if self._transfer_s is None:
+            self._transfer_s = transfer_s
         if key not in self._shape_s:
             self._shape_s[key] = computed_s / self._pace
-        before_s = self._way_s + self._shape_s[key] * self._pace
+        before_s = self._transfer_s + self._shape_s[key] * self._pace
         deviation = min(abs(seconds - before_s) / before_s, MAX_DEVIATION) if before_s else 0.0
         weight = WEIGHT if deviation > self._deviation else CALMING_WEIGHT
         self._deviation += weight * (deviation - self._deviation)
         # No larger size can correct the largest one, so a single hiccup must not make it look too slow to try.
         max_s = before_s * (1 + MAX_DEVIATION)
-        self._way_s += WEIGHT * (min(way_s, max_s) - self._way_s)
+        self._transfer_s += WEIGHT * (min(transfer_s, max_s) - self._transfer_s)
         expected_s = self._shape_s[key] * self._pace
         if expected_s:
             change = min(computed_s / expected_s - 1, MAX_DEVIATION)
@@ -128,7 +128,7 @@ class BatchTimes:
 
     def expected_s(self, rows: int) -> float:
         """Returns the expected round trip of a batch, in seconds; 0 without measurements."""
-        return self.computing_s(rows) + (self._way_s or 0.0)
+        return self.computing_s(rows) + (self._transfer_s or 0.0)
 
     def computing_s(self, rows: int) -> float:
         """Returns the expected compute time in seconds.
@@ -146,7 +146,7 @@ class BatchTimes:
             wanted = max((size for size in self._shape_s if size < wanted), default=0)
         return min((seconds for size, seconds in self._shape_s.items() if size >= wanted > 0), default=0.0)
 
-    def usually_s(self, rows: int) -> float:
+    def typical_compute_s(self, rows: int) -> float:
         """Returns the compute time at the usual pace, which ignores short spells."""
         return self.computing_s(rows) / self._pace * self._usual_pace
 
@@ -193,8 +193,8 @@ class Limits:
     max_bytes: int = MAX_BATCH_BYTES
 
     @property
-    def at_work(self) -> int:
-        """The number of batches in flight that keeps every replica busy."""
+    def replicas(self) -> int:
+        """The number of replicas. As many batches in flight keep each of them busy."""
         return (self.max_in_flight + 1) // 2
 
 
@@ -316,7 +316,7 @@ def decide(
     # An idle replica takes the waiting rows at once if no more are expected: waiting would only add latency. A busy one
     # could not take them any earlier.
     delayed_s = oldest_s + limits.max_delay_s
-    if in_flight >= limits.at_work:
+    if in_flight >= limits.replicas:
         at_s = full_due_s if full else max(delayed_s, due_s)
     else:
         at_s = now_s if full or rows >= min_rows_to_send else min(delayed_s, earliest_s - bound_s)

@@ -91,7 +91,7 @@ class Batcher:
         self._times = times
         self._loop = asyncio.get_running_loop()
         self._queue = PriorityQueue(limits.max_rows)
-        self._in_flight = InFlight(model, limits.at_work, times, statistics, self._pump)
+        self._in_flight = InFlight(model, limits.replicas, times, statistics, self._pump)
         # The time from a batch's return until its callers resume. Each caller waits for the answers of those before it.
         self._answering = BatchTimes()
         self._load = LoadMeter(self._loop.time())
@@ -136,12 +136,12 @@ class Batcher:
             self._pump()
         try:
             await entry.future
-            arrays, back_s, input_s, infer_s = entry.outputs(), entry.back_s, entry.input_s, entry.infer_s
+            arrays, returned_s, input_s, infer_s = entry.outputs(), entry.returned_s, entry.input_s, entry.infer_s
         finally:
-            self._queue.let_go(entry)
-            del entry  # drops the reference, see `PriorityQueue.let_go`
+            self._queue.release(entry)
+            del entry  # drops the reference, see `PriorityQueue.release`
             self._load.add(-len(rows), self._loop.time())
-        self._answering.observe(1, self._loop.time() - back_s)
+        self._answering.observe(1, self._loop.time() - returned_s)
         return Outputs(arrays, input_s=input_s, infer_s=infer_s)
 
     def admit(
@@ -194,7 +194,7 @@ class Batcher:
             return
         more = limits.max_in_flight > self._limits.max_in_flight
         self._limits = limits
-        self._in_flight.scale(limits.at_work)
+        self._in_flight.scale(limits.replicas)
         if self._background is not None:
             self._background.scale(replicas)
         if more:
@@ -225,7 +225,7 @@ class Batcher:
                 break
         left = list(self._queue)
         for entry in left:
-            self._queue.leave(entry)
+            self._queue.remove(entry)
         fail(left, draining("the model was taken out of service"))
         self._in_flight.give_up()
 
@@ -274,7 +274,7 @@ class Batcher:
         """Returns the factor for the work ahead, see `TOLERATED_LOAD`."""
         remembered_s = LOAD_S * (1 - math.exp((self._idle_s - now_s - LITTLE_S) / LOAD_S))
         batches_per_s = self._offered.at(now_s) / remembered_s / self._limits.max_rows
-        load = batches_per_s * self._times.usually_s(self._limits.max_rows) / replicas
+        load = batches_per_s * self._times.typical_compute_s(self._limits.max_rows) / replicas
         return min(max(load / TOLERATED_LOAD, 1.0) ** 5, MOST_CROWDED)
 
     def _ends_s(self, rows: int, now_s: float, start_s: float, deviations: float) -> float:
@@ -335,11 +335,11 @@ class Batcher:
             # queued here.
             if gone := [entry for entry in chosen.values() if entry.future.done()]:
                 for entry in gone:
-                    self._queue.leave(entry)
+                    self._queue.remove(entry)
                 continue
             for position in decision.late:
                 late = chosen[position]
-                self._queue.leave(late)
+                self._queue.remove(late)
                 self._load.refuse(late.waiting.rows)
                 late.future.set_exception(too_late(late.waiting.deadline_s - now_s, begun=bool(late.pieces)))
             if decision.batch:
@@ -457,38 +457,38 @@ class InFlight:
             started_s = self._loop.time()
             with tracing().batch((entry.traced for entry in entries), len(rows)):
                 outputs = await self._model.forward(rows)
-            back_s = self._loop.time()
+            returned_s = self._loop.time()
             if not outputs.sent_again:
                 # The wait for the batch before is excluded: it is no part of this batch's compute time.
                 begun_s = started_s if batch.begun_s is None else max(started_s, batch.begun_s)
-                self._times.observe(len(rows), back_s - begun_s, outputs.input_s + outputs.infer_s)
+                self._times.observe(len(rows), returned_s - begun_s, outputs.input_s + outputs.infer_s)
             stop = 0
             for entry in entries:
                 start, stop = stop, stop + entry.waiting.rows
                 if entry.future.done():
                     continue
-                entry.input_s, entry.infer_s, entry.back_s = outputs.input_s, outputs.infer_s, back_s
+                entry.input_s, entry.infer_s, entry.returned_s = outputs.input_s, outputs.infer_s, returned_s
                 try:
                     its_own = outputs.slice(start, stop)
                     entry.future.set_result(its_own.checked(entry.first_row))
                     self._statistics.non_finite_rows += len(its_own.non_finite)
                 except MillraceError as error:  # concerns this request only; the others in the batch are fine
                     # The traceback refers to this frame, and so to the rows of the whole batch, see
-                    # `PriorityQueue.let_go`.
+                    # `PriorityQueue.release`.
                     entry.future.set_exception(error.with_traceback(None))
             self._statistics.batch_ran(
                 rows=len(rows),
-                round_trip_s=back_s - started_s,
+                round_trip_s=returned_s - started_s,
                 input_s=outputs.input_s,
                 infer_s=outputs.infer_s,
-                output_s=self._loop.time() - back_s,
+                output_s=self._loop.time() - returned_s,
             )
         except asyncio.CancelledError:
             fail(entries, draining(self.why_given_up))
             raise
         except Exception as error:
             fail(entries, error)
-            # Frees the rows, see `PriorityQueue.let_go`.
+            # Frees the rows, see `PriorityQueue.release`.
             entries.clear()
             rows = None
 
@@ -509,7 +509,7 @@ class Entry:
     """Rows that are queued or in a batch, and the future of their outputs.
 
     `first_row` is the index of the first row within its request, `level` the priority's index in the queue. `input_s`,
-    `infer_s` and `back_s`, the time of the batch's return, are known once it is answered.
+    `infer_s` and `returned_s`, the time of the batch's return, are known once it is answered.
 
     A large request is one entry with the rows that still wait. Each batch takes a piece, which is an entry of its own;
     the outputs of all `pieces` together are the request's outputs.
@@ -530,7 +530,7 @@ class Entry:
         self.waiting = waiting
         self.future = future
         self.input_s = self.infer_s = 0.0
-        self.back_s = 0.0
+        self.returned_s = 0.0
         self.pieces: list[Entry] = []
         self.unanswered = waiting.rows
         self.traced = traced
@@ -631,7 +631,7 @@ class PriorityQueue:
 
     def _take(self, entry: Entry, rows: int) -> Entry:
         if not entry.waiting.divisible:
-            self.leave(entry)
+            self.remove(entry)
             return entry
         waiting, start = entry.waiting, entry.first_row
         taken = entry.rows.slice(start, start + rows)
@@ -640,18 +640,18 @@ class PriorityQueue:
         entry.pieces.append(piece)
         piece.future.add_done_callback(partial(_gather, entry, piece))
         if rows == waiting.rows:
-            self.leave(entry)
+            self.remove(entry)
         else:
-            self._remove(entry)
+            self._unlink(entry)
             left_bytes = waiting.size_bytes * (waiting.rows - rows) // waiting.rows
             entry.waiting = replace(waiting, rows=waiting.rows - rows, size_bytes=left_bytes)
             entry.first_row = start + rows
             self._add(entry)
         return piece
 
-    def leave(self, entry: Entry) -> None:
+    def remove(self, entry: Entry) -> None:
         if entry in self._turns[_turn(entry)]:
-            self._remove(entry)
+            self._unlink(entry)
             self._large.pop(entry, None)
             if not self._large:
                 self._owed_rows = 0.0
@@ -660,13 +660,13 @@ class PriorityQueue:
             if entry.traced is not None:
                 entry.traced.end()
 
-    def let_go(self, entry: Entry) -> None:
+    def release(self, entry: Entry) -> None:
         """Removes a finished request from the queue and breaks its reference cycles.
 
         An error's traceback refers to the entry, and the entry's future to the error. Anything kept here would hold all
         rows until the garbage collector runs.
         """
-        self.leave(entry)
+        self.remove(entry)
         entry.future.cancel()
         for piece in entry.pieces:
             piece.future.cancel()
@@ -688,7 +688,7 @@ class PriorityQueue:
         self._count(entry, entry.waiting.rows)
         self.emptied.clear()
 
-    def _remove(self, entry: Entry) -> None:
+    def _unlink(self, entry: Entry) -> None:
         form, turn = entry.waiting.form, _turn(entry)
         del self._turns[turn][entry], self._forms[form][turn][entry]
         self._count(entry, -entry.waiting.rows)
@@ -717,7 +717,7 @@ def _gather(entry: Entry, piece: Entry, answered: asyncio.Future[Sequence[Array]
         entry.future.set_exception(error)
         return
     entry.input_s, entry.infer_s = entry.input_s + piece.input_s, entry.infer_s + piece.infer_s
-    entry.back_s = max(entry.back_s, piece.back_s)
+    entry.returned_s = max(entry.returned_s, piece.returned_s)
     entry.unanswered -= piece.waiting.rows
     if not entry.unanswered:
         entry.future.set_result(())

@@ -277,13 +277,13 @@ class Decoding:
 class Dispatcher:
     """Passes rows to the batchers of `models`.
 
-    Lives on the event loop of `models`. `held` bounds the bytes of the requests of all models together.
+    Lives on the event loop of `models`. `in_flight_bytes` bounds the bytes of the requests of all models together.
     """
 
-    def __init__(self, models: Models, held: InFlightBytes | None = None) -> None:
+    def __init__(self, models: Models, in_flight_bytes: InFlightBytes | None = None) -> None:
         self._models = models
-        self._held = held or InFlightBytes()
-        self._shadowing = Shadowing(self._held)
+        self._in_flight_bytes = in_flight_bytes or InFlightBytes()
+        self._shadowing = Shadowing(self._in_flight_bytes)
 
     async def infer(
         self,
@@ -315,7 +315,7 @@ class Dispatcher:
             count, form = count_rows(signature, inputs, max_rows)
             batcher.admit(count, form, remaining_s, priority)
             # Inputs that wait to be decoded take memory as rows that wait for the model do.
-            with self._holding(decoding.size_bytes):
+            with self._reserving(decoding.size_bytes):
                 inputs = await decoding.run(inputs)
             if remaining_s is not None:
                 remaining_s = max(remaining_s - (time.perf_counter() - began_s), 0.0)
@@ -331,7 +331,7 @@ class Dispatcher:
         if len(rows) * signature.answer_row_bytes > MAX_OUTPUT_BYTES:
             check_answer_fits(_unclassified(wanted, requested), len(rows), MAX_OUTPUT_BYTES)
         began_s = time.perf_counter()
-        with self._holding(rows.size_bytes):
+        with self._reserving(rows.size_bytes):
             # Only admitted requests are copied: the shadow must see the same requests as the real version.
             if deployment.shadow is not None:
                 self._shadow(deployment, version, deployment.shadow, rows, batcher)
@@ -357,17 +357,17 @@ class Dispatcher:
         self._models.unchosen.failed(status="RESOURCE_EXHAUSTED", now_s=time.time(), total_s=0.0)
 
     @contextmanager
-    def _holding(self, size_bytes: int) -> Iterator[None]:
+    def _reserving(self, size_bytes: int) -> Iterator[None]:
         """Reserves `size_bytes` for a request within the block.
 
         Raises `MemoryFull`, which counts as load of no model: the memory is this process's and may be held by requests
         for other models. Models scale by the rows that wait.
         """
-        self._held.take(size_bytes)
+        self._in_flight_bytes.reserve(size_bytes)
         try:
             yield
         finally:
-            self._held.give_back(size_bytes)
+            self._in_flight_bytes.release(size_bytes)
 
     def _shadow(
         self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher
@@ -411,8 +411,8 @@ class Shadowing:
     task.
     """
 
-    def __init__(self, held: InFlightBytes) -> None:
-        self._held = held
+    def __init__(self, in_flight_bytes: InFlightBytes) -> None:
+        self._in_flight_bytes = in_flight_bytes
         self._copies: set[asyncio.Task[None]] = set()
 
     def copy(self, rows: Rows, real: Batcher, version: str, shadow: Batcher | None, statistics: Statistics) -> None:
@@ -424,15 +424,15 @@ class Shadowing:
         """
         waits = shadow is None or real.queued_rows or shadow.queued_rows or shadow.background().queued_rows
         size_bytes = rows.size_bytes
-        many = len(self._copies) >= AT_ONCE or not self._held.would_leave_half(size_bytes)
+        many = len(self._copies) >= AT_ONCE or not self._in_flight_bytes.would_leave_half(size_bytes)
         if shadow is None or waits or many:
             statistics.shadow_ended(SHED)
             return
-        self._held.take(size_bytes)
+        self._in_flight_bytes.reserve(size_bytes)
         task = asyncio.create_task(_send(rows, version, shadow.background(), statistics))
         self._copies.add(task)
         task.add_done_callback(self._copies.discard)
-        task.add_done_callback(lambda _: self._held.give_back(size_bytes))
+        task.add_done_callback(lambda _: self._in_flight_bytes.release(size_bytes))
 
 
 async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistics) -> None:
@@ -447,7 +447,7 @@ async def _send(rows: Rows, version: str, shadow: Batcher, statistics: Statistic
     statistics.shadow_ended(status)
 
 
-# --- Held bytes ---
+# --- Bytes in flight ---
 # The bytes of requests that this process has accepted and not answered, over all models.
 #
 # Queues are bounded in rows, which does not bound their size: 4,096 encoded images may take some megabytes, or 200
@@ -472,28 +472,28 @@ class InFlightBytes:
     Lives on one event loop.
     """
 
-    def __init__(self, most: int = MAX_IN_FLIGHT_BYTES) -> None:
-        self._most = most
-        self._held = 0
+    def __init__(self, max_bytes: int = MAX_IN_FLIGHT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._reserved = 0
 
-    def take(self, size: int) -> None:
-        """Reserves `size` bytes until `give_back`.
+    def reserve(self, size: int) -> None:
+        """Reserves `size` bytes until `release`.
 
-        A request is always accepted if nothing else is held, whatever its size. Otherwise raises `MemoryFull` if the
-        limit would be exceeded.
+        A request is always accepted if nothing else is in flight, whatever its size. Otherwise raises `MemoryFull` if
+        the limit would be exceeded.
         """
-        if self._held and self._held + size > self._most:
+        if self._reserved and self._reserved + size > self._max_bytes:
             raise MemoryFull(
-                f"requests of {self._held} bytes wait already, of all models, and at most {self._most} may",
+                f"requests of {self._reserved} bytes wait already, of all models, and at most {self._max_bytes} may",
                 reason="QUEUE_FULL",
-                metadata={"queued_bytes": str(self._held), "max_queued_bytes": str(self._most)},
+                metadata={"queued_bytes": str(self._reserved), "max_queued_bytes": str(self._max_bytes)},
                 retry_after_s=RETRY_AFTER_S,
             )
-        self._held += size
+        self._reserved += size
 
-    def give_back(self, size: int) -> None:
-        self._held -= size
+    def release(self, size: int) -> None:
+        self._reserved -= size
 
     def would_leave_half(self, size: int) -> bool:
         """Returns whether half of the limit would remain for others."""
-        return self._held + size <= self._most // 2
+        return self._reserved + size <= self._max_bytes // 2

@@ -19,7 +19,7 @@ import pyarrow.types as kinds
 
 from inference_service.domain.signature import FREE, PREPARED, Array, Rows, TensorSpec, datatype_of
 from shared.checkpoint import CheckpointContent
-from shared.checkpoint.nan_values import NanReading, float_columns, may_be_non_finite, nan_reading
+from shared.checkpoint.nan_values import NanPolicy, float_columns, may_be_non_finite, nan_policy_of
 from shared.errors import FailedPrecondition, InvalidArgument, MillraceError, ResourceExhausted
 from shared.logging_and_tracing import hidden
 from shared.settings import check_functions
@@ -74,7 +74,7 @@ class Preprocessing:
         self._row = self._row_of_input(content)
         self.prepared = _prepared_of(self._row)
         self._images = image_columns(pipeline.steps, self._columns)
-        self._nans = nan_reading(content, self._pipeline.steps, self._columns)
+        self._nans = nan_policy_of(content, self._pipeline.steps, self._columns)
         self._floats = float_columns(self._columns)
         self._allows_non_finite = allow_non_finite
         self._raw_may_be_non_finite = may_be_non_finite(self._columns, self._images)
@@ -103,7 +103,7 @@ class Preprocessing:
         if self._allows_non_finite or not (rows.form == PREPARED or self._raw_may_be_non_finite):
             return prepared, refused, failed
         if rows.form == PREPARED:
-            found = NanReading().bad_rows(prepared, list(rows.values), lambda: dict(rows.values))
+            found = NanPolicy().bad_rows(prepared, list(rows.values), lambda: dict(rows.values))
         else:
             found = self._nans.bad_rows(prepared, list(self._columns), lambda: self._ingested(rows, self._floats))
         bad = {row: one for row, one in found.items() if row not in refused and row not in failed}

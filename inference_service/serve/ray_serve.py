@@ -182,7 +182,7 @@ class ServeApplications:
         # start.
         shutil.rmtree(socket_folder(self._cluster, self._prefix + name), ignore_errors=True)
 
-    async def describe(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
+    async def open_model(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
         """Returns a running application's model, once `replicas` of its replicas have loaded it.
 
         The model belongs to this event loop. Raises the error of a replica that could not load it, and `Unavailable`

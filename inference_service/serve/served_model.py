@@ -78,7 +78,7 @@ class ServedModel:
             raise does_not_load(content, error) from error
         run = LoadedModel(checkpoint, device)
         self.module = run.module
-        self._run = Layouts(run)
+        self._run = MemoryFormats(run)
         self.signature = Signature(
             raw=self.preprocessing.raw,
             prepared=self.preprocessing.prepared,
@@ -107,7 +107,7 @@ class ServedModel:
     def warm_up(self, max_rows: int) -> dict[int, float]:
         """Runs each likely batch size and chooses its memory layout; returns rows → seconds."""
         if self.signature.prepared is not None:
-            self._run.choose(self.signature.prepared.shape[1:], buckets(max_rows))
+            self._run.choose_fastest(self.signature.prepared.shape[1:], buckets(max_rows))
         measured_s = {}
         for size in buckets(max_rows):
             rows = self._zeros(size)
@@ -151,8 +151,8 @@ def _outputs(model: ModelSpec, class_names: tuple[str, ...]) -> tuple[TensorSpec
     )
 
 
-# --- Layouts ---
-# The memory layout of images in a model: channels first, as rows arrive, or channels last. The faster one depends on
+# --- Memory formats ---
+# The memory format of images in a model: channels first, as rows arrive, or channels last. The faster one depends on
 # the model, the processor, and the size and number of the images.
 
 # The fraction of a batch's time that the other layout must save: less is noise, and does not justify a second copy of
@@ -171,7 +171,7 @@ def fastest_s(run: Run, inputs: NDArray[Any]) -> float:
     return min(_seconds(run, inputs) for _ in range(TIMED_RUNS))
 
 
-class Layouts:
+class MemoryFormats:
     """Runs a model in the faster memory layout for each batch size."""
 
     def __init__(self, model: LoadedModel) -> None:
@@ -187,7 +187,7 @@ class Layouts:
         """The batch sizes, in buckets, that use channels last."""
         return frozenset(size for size, model in self._chosen.items() if model is not self._usual)
 
-    def choose(
+    def choose_fastest(
         self, shape: Sequence[int], sizes: Sequence[int], seconds: Callable[[Run, NDArray[Any]], float] = fastest_s
     ) -> None:
         """Times batches of `sizes`, ascending, in both layouts.

@@ -129,7 +129,7 @@ def make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} must be this user's alone")
 
 
-def sweep(root: Path) -> None:
+def remove_dead_sockets(root: Path) -> None:
     """Deletes the sockets that killed replicas left behind.
 
     Covers the folders of all applications, since a deleted application's folder is never visited again.
@@ -137,7 +137,7 @@ def sweep(root: Path) -> None:
     for folder in root.iterdir():
         if not is_private(folder):
             continue
-        with suppress(OSError):  # another process sweeps too, or a replica listens here
+        with suppress(OSError):  # another process removes it too, or a replica listens here
             for path in folder.glob("*.sock*"):  # including those of earlier releases
                 if _is_dead(path):
                     path.unlink(missing_ok=True)
@@ -437,7 +437,7 @@ def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], O
     """
     try:
         make_private(folder.parent)
-        sweep(folder.parent)
+        remove_dead_sockets(folder.parent)
         listener, path = _opened(folder, TRIES)
     except OSError as error:
         logger.warning("no socket of its own for this replica, only Ray's calls: %s", error)

@@ -39,7 +39,7 @@ class BadRow:
 
 
 @dataclass(frozen=True)
-class NanReading:
+class NanPolicy:
     """Reading of NaN in float columns for which the steps define a value for null.
 
     In all other columns NaN is a number. A NaN in a column of `as_null` means null, because the model's training rows
@@ -88,9 +88,9 @@ class NanReading:
         return BadRow(names, f"{value} is not finite, and no step fills it")
 
 
-def nan_reading(
+def nan_policy_of(
     content: CheckpointContent, steps: Sequence[Step], schema: Schema, gone: Sequence[Step] = ()
-) -> NanReading:
+) -> NanPolicy:
     """Return how NaN is read in rows of `schema` columns, which go through `steps`.
 
     `gone` are the steps applied to them since ingest. A column that these have changed is no longer what clients send,
@@ -107,7 +107,7 @@ def nan_reading(
             unclear.add(name)
         elif counted == 0:
             as_null.add(name)
-    return NanReading(frozenset(as_null), frozenset(unclear))
+    return NanPolicy(frozenset(as_null), frozenset(unclear))
 
 
 def finite_rows(values: Array) -> NDArray[np.bool_]:

@@ -205,8 +205,8 @@ def using(store: ObjectStore, version_name: str, kind: str, uid: str, user: str)
     """Mark the version as used while the body creates the job `user`, and yield it.
 
     The marker stays unless the job is refused. A refusal does not affect an equal call that creates the job of the same
-    `uid`. After an outage the job may have been created all the same. The marker then stays, too, and a sweep resolves
-    it.
+    `uid`. After an outage the job may have been created all the same. The marker then stays, too, and the garbage
+    collector resolves it.
     """
     version = mark_used(store, version_name, kind, uid, user)
     try:

@@ -72,7 +72,7 @@ REFRESHES_A_ROUND = 10
 class IndexedJob:
     """A job as the index has it. `shown` is what its kind shows of it besides its log; see `JobIndex`.
 
-    A job is settled if a sweep has found nothing more to do about it.
+    A job is settled if the garbage collector has found nothing more to do about it.
     """
 
     record: JobRecord

@@ -45,7 +45,7 @@ from shared.transforms import batch_of
 from shared.transforms.pipeline import STEPS, Pipeline
 from tests.support.real_data import real_data
 from tests.support.transforming import SOURCE, commit_tables, transform_here
-from train_service.domain.order import SlicePlan
+from train_service.domain.order import BatchPlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Loader, RowCache
 from train_service.loading.preprocessing import Preprocessing, ingested_columns
@@ -345,7 +345,7 @@ class Trained:
         """The training split through the loader, by the place of the row as ingested."""
         found: dict[int, Array] = {}
         for rank in range(world_size):
-            plan = SlicePlan(5, self._spec.lanes, self._spec.global_batch_size, 1, rank, world_size)
+            plan = BatchPlan(5, self._spec.lanes, self._spec.global_batch_size, 1, rank, world_size)
             for batch in Loader(self._cache("train"), self._preprocessing, plan).batches(0):
                 found.update(zip(self._originals(batch.row_ids), batch.inputs, strict=True))
         return found

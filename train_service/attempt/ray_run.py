@@ -41,7 +41,7 @@ from train_service.domain.spec import Placement
 from train_service.placement import Size, selector
 from train_service.program.worker import ProgramConfig, work_on_program
 from train_service.program.worker_setup import HIDDEN_VARIABLES
-from train_service.worker.loop import LoopConfig, work
+from train_service.worker.loop import LoopConfig, train_loop_per_worker
 
 # --- Run ---
 
@@ -92,7 +92,7 @@ class RayRun(TorchTrainer):
         # Ray requires a folder for its own notes. Millrace's records are in the store, which Ray need not know.
         self._folder = Path(tempfile.mkdtemp(prefix="millrace-ray-train-"))
         super().__init__(
-            work_on_program if isinstance(config, ProgramConfig) else work,
+            work_on_program if isinstance(config, ProgramConfig) else train_loop_per_worker,
             train_loop_config={"loop": config},
             torch_config=TorchConfig(backend=backend_of(placement, size), timeout_s=round(placement.timeout_s)),
             scaling_config=ScalingConfig(

@@ -38,7 +38,7 @@ from shared.errors import Internal, InvalidArgument, MillraceError, first_line
 from train_service.attempt.ray_run import Failure, RayRun
 from train_service.domain.spec import Program
 from train_service.placement import Size
-from train_service.program.fit_calls import Asked, Channel, ChannelClosed, FitCall
+from train_service.program.fit_calls import Channel, ChannelClosed, FitCall, TrainerSettings
 from train_service.program.ray_hooks import LocalRank, install_driver
 from train_service.program.tuning import TrialDone, TrialResults, result_of, tuner_of
 from train_service.program.worker import ProgramConfig, code_paths, run_program
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
 MAX_TEXT = 200
-# Fields of Ray's configurations that `Asked` covers, and the name, which identifies a run.
+# Fields of Ray's configurations that `TrainerSettings` covers, and the name, which identifies a run.
 IN_ASKED = frozenset(
     {
         "num_workers",
@@ -107,7 +107,7 @@ class ScriptDriver:
         question = {
             "kind": "fit",
             "call": asdict(call),
-            "asked": asdict(self._asked(trainer)),
+            "asked": asdict(self._trainer_settings(trainer)),
             "datasets": sorted(trainer.datasets),
         }
         answer = self._channel.ask(question)
@@ -190,12 +190,12 @@ class ScriptDriver:
             failure = Failure(own=error.as_record(), ranks="0", lacks_resources=False, text=error.message)
             self._channel.ask({"kind": "failed", "failure": asdict(failure)})
 
-    def _asked(self, trainer: Any) -> Asked:
+    def _trainer_settings(self, trainer: Any) -> TrainerSettings:
         scaling, run_config, torch_config = trainer.scaling_config, trainer.run_config, trainer.backend_config
         failures, checkpoints = run_config.failure_config, run_config.checkpoint_config
         workers = scaling.num_workers
         given = trainer.train_loop_config or {}
-        return Asked(
+        return TrainerSettings(
             num_workers=list(workers) if isinstance(workers, tuple) else workers,
             use_gpu=bool(scaling.use_gpu),
             resources_per_worker=dict(scaling.resources_per_worker or {}),
@@ -226,7 +226,7 @@ class ScriptDriver:
 
 
 def other_settings(config: Any) -> list[str]:
-    """Return a configuration's settings beyond those of `Asked`.
+    """Return a configuration's settings beyond those of `TrainerSettings`.
 
     The configuration is one of Ray's, and default values are left out.
     """

@@ -70,13 +70,13 @@ from train_service.domain.sweep import MAX_SWEEP_ID, PROGRAM_CONFIG, Asha, Domai
 from train_service.placement import Size, devices_of, usable_nodes
 from train_service.program.coordinator import described
 from train_service.program.fit_calls import (
-    Asked,
     Channel,
     ChannelClosed,
     Fit,
     FitCall,
     FitDone,
     Fits,
+    TrainerSettings,
     matching,
     overridden,
     settled,
@@ -245,7 +245,9 @@ class ScriptRun:
     def _answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
         kind = question["kind"]
         if kind == "fit":
-            return self._fit(FitCall(**question["call"]), Asked.from_message(question["asked"]), question["datasets"])
+            return self._fit(
+                FitCall(**question["call"]), TrainerSettings.from_message(question["asked"]), question["datasets"]
+            )
         if kind == "sweep":
             return self._sweep(question)
         if kind == "train":
@@ -272,7 +274,7 @@ class ScriptRun:
             raise as_last_error(error_from_record(question["error"]), before)
         raise Internal(f"the script's process asks {kind!r}, which is no known request", reason="UNKNOWN_REQUEST")
 
-    def _fit(self, call: FitCall, asked: Asked, datasets: list[str]) -> dict[str, Any]:
+    def _fit(self, call: FitCall, trainer_settings: TrainerSettings, datasets: list[str]) -> dict[str, Any]:
         if self._at_work is not None:
             text = f"{call.line}: fit() is called while another one is at work; call one after the other"
             raise _Refused(FailedPrecondition(text, reason="CONCURRENT_FITS"))
@@ -282,20 +284,20 @@ class ScriptRun:
         if fit.done is not None and fit.is_done(call):
             logger.info("%s: fit() of %r has ended before: its result is given again", call.line, call.name)
             return {"result": self._result(fit)}
-        fit, spec = self._settle(fit, asked, call.line)
+        fit, spec = self._settle(fit, trainer_settings, call.line)
         # If the script has Ray Datasets, keep the CPU that prepares their rows free.
         size = (
             None if spec.local else size_of_attempt(self._context, replace(spec, ingest=RAY_DATA) if datasets else spec)
         )
         use_gpu = size is not None and size.use_gpu
-        fit = self._report_overrides(fit, overridden(asked, spec, use_gpu=use_gpu), call.line)
+        fit = self._report_overrides(fit, overridden(trainer_settings, spec, use_gpu=use_gpu), call.line)
         retry_on_outage(lambda: self._fits.begin(fit), "a run of the script")
         self._known[fit.number] = fit
         before = max((one.done.report for one in self._known.values() if one.done and one is not fit), default=0)
         self._call, self._number = call, fit.number
         return self._begin(size, fit.number, before)
 
-    def _settle(self, fit: Fit, asked: Asked, line: str) -> tuple[Fit, TrainingSpec]:
+    def _settle(self, fit: Fit, trainer_settings: TrainerSettings, line: str) -> tuple[Fit, TrainingSpec]:
         """Return the specification of a run.
 
         It is the job's specification, completed with the settings of the script's configurations. The job records the
@@ -319,7 +321,7 @@ class ScriptRun:
             return device
 
         try:
-            taken, spec = settled(asked, spec, choices.get(SCRIPT, {}).get("lanes", 0), device_of, line)
+            taken, spec = settled(trainer_settings, spec, choices.get(SCRIPT, {}).get("lanes", 0), device_of, line)
         except InvalidArgument as error:
             raise _Refused(error) from error
         chosen: dict[str, Any] = {SCRIPT: taken}

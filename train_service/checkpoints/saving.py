@@ -2,7 +2,7 @@
 
 Every rank records the rows that it consumed and contributes its part. Rank 0 has the writer and reports the events.
 
-`CheckpointClock` decides when: after a number of steps or seconds, at the same step on every rank.
+`CheckpointTrigger` decides when: after a number of steps or seconds, at the same step on every rank.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Lineage:
 class Checkpointing:
     """One rank's side of checkpointing.
 
-    Use as a context. On exit the checkpoint that is being written is committed, however the run ends. `clock` says when
-    a checkpoint is due.
+    Use as a context. On exit the checkpoint that is being written is committed, however the run ends. `trigger` says
+    when a checkpoint is due.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Checkpointing:
         # Of a sharded model, on the other ranks.
         self._shard_writer: ShardWriter | None = None
         spec = lineage.spec
-        self.clock = CheckpointClock(spec.checkpoint_every_steps, spec.checkpoints.every_s)
+        self.trigger = CheckpointTrigger(spec.checkpoint_every_steps, spec.checkpoints.every_s)
 
     def __enter__(self) -> Checkpointing:
         return self
@@ -118,7 +118,7 @@ class Checkpointing:
         """Seconds that this rank has waited for checkpoints."""
         return self._background.stalled_s if self._background is not None else 0.0
 
-    def begin(self) -> tuple[int, History]:
+    def restore(self) -> tuple[int, History]:
         """Restore the newest good checkpoint.
 
         Rank 0 chooses it for all ranks. Returns the first step to do, and the history for early stopping.
@@ -175,7 +175,7 @@ class Checkpointing:
         table = gather(self._ranks, self._consumed.take())
         if self._learner.shards is not None:
             self._take_shards(step, lambda: self._content(step, metrics, table, log), history, final=final)
-            self.clock.taken()
+            self.trigger.note_taken()
             return
         # Every rank has a part of a sharded model.
         weights, state = self._learner.weights(self._note_progress), self._learner.state(self._note_progress)
@@ -183,7 +183,7 @@ class Checkpointing:
             self._writer.save(
                 lambda: self._content(step, metrics, table, log), weights, {**state, "history": history}, final=final
             )
-        self.clock.taken()
+        self.trigger.note_taken()
 
     def _take_shards(
         self, step: int, content: Callable[[], CheckpointContent], history: History, *, final: bool
@@ -205,7 +205,7 @@ class Checkpointing:
         if self._background is not None:
             self._background.wait()
 
-    def tidy(self) -> None:
+    def delete_unreferenced_coverage(self) -> None:
         """Delete coverage records that no checkpoint names. The run must be over, and its last checkpoint durable."""
         if self._writer is None:
             return
@@ -303,7 +303,7 @@ def _warning(reporter: Reporter) -> Callable[[str], None]:
     return lambda text: reporter.emit(EventKind.WARNING, text=text)
 
 
-# --- Clock ---
+# --- Trigger ---
 
 
 class ConsumedRows:
@@ -330,18 +330,18 @@ class ConsumedRows:
         return Taken(steps, row_ids)
 
 
-class CheckpointClock:
-    """The clock of one rank.
+class CheckpointTrigger:
+    """Decides on one rank when a checkpoint is due.
 
     Every rank counts steps. Only rank 0 measures seconds; it requests a checkpoint through the step's all-reduced sum.
 
     Every rank learns the sum one step later, at the same place, so all take the checkpoint after the same step. Rank 0
-    requests a checkpoint once, until `taken` is called. If the step is saved for another reason, that checkpoint also
-    fulfils the request that its sum brings afterwards.
+    requests a checkpoint once, until `note_taken` is called. If the step is saved for another reason, that checkpoint
+    also fulfils the request that its sum brings afterwards.
     """
 
     def __init__(self, every_steps: int, every_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Create the clock. 0 disables a rule."""
+        """Create the trigger. 0 disables a rule."""
         self._every_steps = every_steps
         self._every_s = every_s
         self._now = now
@@ -351,7 +351,7 @@ class CheckpointClock:
         # The next sum belongs to a step that was saved.
         self._saved = False
 
-    def ask(self) -> float:
+    def request(self) -> float:
         """Return what rank 0 adds to a step's sum.
 
         1.0 requests a checkpoint that is due by time; otherwise it is 0.0.
@@ -361,8 +361,8 @@ class CheckpointClock:
         self._announced = True
         return 1.0
 
-    def heard(self, summed: float) -> None:
-        """Receive the sum over the ranks. Call this once for each step and before the next checkpoint is `taken`."""
+    def receive_sum(self, summed: float) -> None:
+        """Receive the sum over the ranks. Call this once for each step, before `note_taken`."""
         self._requested = self._requested or (summed > 0 and not self._saved)
         self._saved = False
 
@@ -370,7 +370,7 @@ class CheckpointClock:
         """Return whether a checkpoint is due after this step. Checkpoints at the ends of epochs are not included."""
         return self._requested or bool(self._every_steps and steps_done % self._every_steps == 0)
 
-    def taken(self) -> None:
+    def note_taken(self) -> None:
         """Note that a checkpoint was taken.
 
         It was taken, for any reason, after the step whose sum comes next. The seconds are counted from here.

@@ -116,11 +116,11 @@ class EpochOrder:
 
     def window(self, lane: int, number: int) -> Ints:
         """Return the shuffled rows of a lane's window."""
-        shuffled: Ints = self.stretch(lane, number)[self.shuffle(lane, number)]
+        shuffled: Ints = self.unshuffled_window(lane, number)[self.shuffle(lane, number)]
         return shuffled
 
     def shuffle(self, lane: int, number: int) -> Ints:
-        """Return the permutation that `window` applies to `stretch`."""
+        """Return the permutation that `window` applies to `unshuffled_window`."""
         begin, end = self._bounds(lane, number)
         return permutation(end - begin, self.seed, self.epoch, WINDOW, lane, number)
 
@@ -130,7 +130,7 @@ class EpochOrder:
         rows = chunk_rows(end - begin, rows_per_step)
         return rows, permutation((end - begin) // rows, self.seed, self.epoch, CHUNKS, number)
 
-    def stretch(self, lane: int, number: int) -> Ints:
+    def unshuffled_window(self, lane: int, number: int) -> Ints:
         """Return the unshuffled rows of a lane's window. There are none beyond the last window."""
         start = self._lane_start(lane)
         begin, end = self._bounds(lane, number)
@@ -209,7 +209,7 @@ MIN_LANES = 24
 
 
 @dataclass(frozen=True)
-class SlicePlan:
+class BatchPlan:
     """The values that determine the batches.
 
     `global_batch` is G. `rank` and `world_size` are those of the present attempt.
@@ -302,19 +302,19 @@ def max_rows_of_a_rank(step_rows: int, lanes: int, world_size: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def parts_of_step(step_rows: int, lanes: int, world_size: int, max_workers: int, accumulation_steps: int) -> int:
-    """Return the number of parts of each slice.
+def count_micro_batches(step_rows: int, lanes: int, world_size: int, max_workers: int, accumulation_steps: int) -> int:
+    """Return the number of micro-batches of each slice.
 
-    Each of `world_size` ranks computes its slice of a step of `step_rows` rows in this many parts. On `max_workers`
-    ranks the number is `accumulation_steps`. On fewer ranks the slices are larger, so the number rises until no part
-    has more rows than a part may have on `max_workers` ranks. It stays lower if a part of the smallest slice would
-    otherwise fall below `MIN_ROWS_PER_RANK`.
+    Each of `world_size` ranks computes its slice of a step of `step_rows` rows in this many micro-batches. On
+    `max_workers` ranks the number is `accumulation_steps`. On fewer ranks the slices are larger, so the number rises
+    until no micro-batch has more rows than one may have on `max_workers` ranks. It stays lower if a micro-batch of the
+    smallest slice would otherwise fall below `MIN_ROWS_PER_RANK`.
     """
     if world_size >= max_workers:
         return accumulation_steps
     ours = _slices(_own_lanes(lanes, world_size), step_rows, np.arange(lanes), lanes)
-    max_rows_of_a_part = -(-max_rows_of_a_rank(step_rows, lanes, max_workers) // accumulation_steps)
-    wanted = -(-int(ours.max()) // max_rows_of_a_part)
+    max_rows_of_a_micro_batch = -(-max_rows_of_a_rank(step_rows, lanes, max_workers) // accumulation_steps)
+    wanted = -(-int(ours.max()) // max_rows_of_a_micro_batch)
     return max(accumulation_steps, min(wanted, int(ours.min()) // MIN_ROWS_PER_RANK))
 
 

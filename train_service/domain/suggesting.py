@@ -57,32 +57,32 @@ SPLIT_SEED = 17
 
 
 def suggest(
-    version: VersionFacts, given: Mapping[str, Any], shape_made: Callable[[str], tuple[int, ...]]
+    version: VersionFacts, requested: Mapping[str, Any], shape_made: Callable[[str], tuple[int, ...]]
 ) -> Suggestion:
-    """Return a suggestion that completes the partial specification `given`.
+    """Return a suggestion that completes the partial specification `requested`.
 
     `shape_made` returns the shape that the caller's own transform makes of an input column.
 
     Raises `InvalidArgument` if the version is ambiguous, naming the alternatives, and `FailedPrecondition` if it lacks
     statistics.
     """
-    if "program" in given:
+    if "program" in requested:
         raise invalid_field(
             "spec.program", "set", "a program has its own model and loop; make the job without this call"
         )
-    suggestion = Suggestion({**json.loads(json.dumps(given)), "dataset_version": version.name})
+    suggestion = Suggestion({**json.loads(json.dumps(requested)), "dataset_version": version.name})
     if _is_language_model(suggestion):
         _choose_for_language_model(suggestion)
     shares = _choose_splits(suggestion, version)
-    source = _find_input(suggestion, version)
-    if source is not None and "transform" not in given:
-        check_input(source)
-    label = _find_label(suggestion, version, source)
+    input_column = _find_input(suggestion, version)
+    if input_column is not None and "transform" not in requested:
+        check_input(input_column)
+    label = _find_label(suggestion, version, input_column)
     task = _choose_task(suggestion, label)
     steps = _label_steps(suggestion, label, task)
     columns: list[str] = []
     several = _has_several_inputs(suggestion)
-    if source is None and "transform" not in given and not several:
+    if input_column is None and "transform" not in requested and not several:
         more, columns = feature_steps(suggestion, version, label, MAX_STEPS - len(steps) - 1)
         steps += more
     # Count as if all rows without a label were in this split.
@@ -97,18 +97,20 @@ def suggest(
     elif columns:
         suggestion.spec["transform"] = {"steps": [{"concat": {"columns": columns, "into": FEATURES}}]}
         suggestion.note("transform", f"concat into {FEATURES}", "No column needs more: all are numbers on one scale.")
-    is_image = source is not None and (source.is_image or source.kind == BYTES or len(source.shape) == 3)
+    is_image = input_column is not None and (
+        input_column.is_image or input_column.kind == BYTES or len(input_column.shape) == 3
+    )
     if several:
         inputs = suggestion.spec["input_columns"]
         is_image = any(column.is_image or column.kind == BYTES for column in version.columns if column.name in inputs)
     if suggestion.preparation is None:
         if not several:
             choose_model_input(
-                suggestion, source, rows, lambda: _width(suggestion, version, source, columns, shape_made)
+                suggestion, input_column, rows, lambda: _width(suggestion, version, input_column, columns, shape_made)
             )
         choose_outputs(suggestion, label, task)
     if not _is_own(suggestion):
-        choose_model(suggestion, is_image, lambda: _width(suggestion, version, source, columns, shape_made))
+        choose_model(suggestion, is_image, lambda: _width(suggestion, version, input_column, columns, shape_made))
     choose_training(suggestion, task, rows, is_image, is_own=_is_own(suggestion))
     return suggestion
 
@@ -135,16 +137,16 @@ def _choose_for_language_model(suggestion: Suggestion) -> None:
 def _width(
     suggestion: Suggestion,
     version: VersionFacts,
-    source: ColumnFacts | None,
+    input_column: ColumnFacts | None,
     columns: Sequence[str],
     shape_made: Callable[[str], tuple[int, ...]],
 ) -> int:
     """Return the width of the model's input vector. Before a preparation it is an estimate from statistics."""
     if columns:
         return expected_width(version, columns)
-    if source is None or "transform" in suggestion.spec:
+    if input_column is None or "transform" in suggestion.spec:
         return shape_made(suggestion.spec["input_column"])[0]
-    return source.shape[0]
+    return input_column.shape[0]
 
 
 def _source_split(version: VersionFacts, suggestion: Suggestion) -> str:
@@ -247,7 +249,7 @@ def _is_vector(column_facts: ColumnFacts) -> bool:
     return column_facts.kind == TENSOR and column_facts.dtype == "float32" and len(column_facts.shape) == 1
 
 
-def _find_label(suggestion: Suggestion, version: VersionFacts, source: ColumnFacts | None) -> ColumnFacts:
+def _find_label(suggestion: Suggestion, version: VersionFacts, input_column: ColumnFacts | None) -> ColumnFacts:
     path = "spec.label_column"
     if _is_language_model(suggestion):  # tokens need no statistics: neither task nor classes follow from them
         return version.column(suggestion.spec["label_column"], path)
@@ -256,7 +258,7 @@ def _find_label(suggestion: Suggestion, version: VersionFacts, source: ColumnFac
     there = [
         column
         for column in version.columns
-        if column is not source and column.kind not in (BYTES, TIME, OTHER) and not column.empty
+        if column is not input_column and column.kind not in (BYTES, TIME, OTHER) and not column.empty
     ]
     there = [one for one in there if one.kind != TENSOR]
     for names in LABEL_NAMES:
@@ -524,28 +526,30 @@ LEARNING_RATE_OF_IMAGES, LEARNING_RATE_OF_TABLES = 0.002, 0.003
 PHOTO_MEAN, PHOTO_DEVIATION = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
-def check_input(source: ColumnFacts) -> None:
+def check_input(input_column: ColumnFacts) -> None:
     """Raise `InvalidArgument` for an unreadable input column.
 
     No model can read the column, neither as it is nor as an image.
     """
-    tensor = source.kind == TENSOR and source.dtype == "float32" and len(source.shape) in (1, 3)
-    if not (tensor or source.is_image or source.kind == BYTES):
+    tensor = input_column.kind == TENSOR and input_column.dtype == "float32" and len(input_column.shape) in (1, 3)
+    if not (tensor or input_column.is_image or input_column.kind == BYTES):
         remedy = "it is neither an image nor a float32 tensor; choose another, or give a transform that makes one of it"
-        raise invalid_field("spec.input_column", source.name, remedy)
+        raise invalid_field("spec.input_column", input_column.name, remedy)
 
 
-def choose_model_input(suggestion: Suggestion, source: ColumnFacts | None, rows: int, width: Callable[[], int]) -> None:
+def choose_model_input(
+    suggestion: Suggestion, input_column: ColumnFacts | None, rows: int, width: Callable[[], int]
+) -> None:
     """Choose the transform that runs in training. The channels or the `width` that it produces are chosen, too."""
-    if source is None or suggestion.spec.get("transform", {}).get("steps"):
+    if input_column is None or suggestion.spec.get("transform", {}).get("steps"):
         suggestion.choose("model.in_channels", width(), "It is what the transform makes.")
-    elif source.kind == BYTES:
+    elif input_column.kind == BYTES:
         _photo_transform(suggestion, by_rows(SIDE_BY_ROWS, rows))
-    elif source.is_image:
-        _pixel_transform(suggestion, source, rows)
+    elif input_column.is_image:
+        _pixel_transform(suggestion, input_column, rows)
     else:
-        what = "width" if len(source.shape) == 1 else "number of channels"
-        suggestion.choose("model.in_channels", source.shape[0], f"It is the {what} of {source.name!r}.")
+        what = "width" if len(input_column.shape) == 1 else "number of channels"
+        suggestion.choose("model.in_channels", input_column.shape[0], f"It is the {what} of {input_column.name!r}.")
 
 
 def _photo_transform(suggestion: Suggestion, side: int) -> None:
@@ -564,23 +568,22 @@ def _photo_transform(suggestion: Suggestion, side: int) -> None:
     suggestion.choose("model.in_channels", 3, "Images are decoded to red, green and blue.")
 
 
-def _pixel_transform(suggestion: Suggestion, source: ColumnFacts, rows: int) -> None:
+def _pixel_transform(suggestion: Suggestion, input_column: ColumnFacts, rows: int) -> None:
     steps: list[dict[str, Any]] = []
     side = by_rows(SIDE_BY_ROWS, rows)
     reason = "Pixels become numbers from 0 to 1."
-    if max(source.shape[:2]) > LARGEST_SIDE:
+    if max(input_column.shape[:2]) > LARGEST_SIDE:
         steps.append({"resize": {"height": side, "width": side}})
-        reason += (
-            f" {source.shape[0]} by {source.shape[1]} is larger than this many rows need: {side} by {side} is faster."
-        )
+        height, width = input_column.shape[:2]
+        reason += f" {height} by {width} is larger than this many rows need: {side} by {side} is faster."
     steps.append({"to_float": {}})
-    if source.mean is not None and source.deviation:
-        mean, deviation = round(source.mean / 255, 4), max(round(source.deviation / 255, 4), 0.0001)
+    if input_column.mean is not None and input_column.deviation:
+        mean, deviation = round(input_column.mean / 255, 4), max(round(input_column.deviation / 255, 4), 0.0001)
         steps.append({"normalize": {"mean": [mean], "std": [deviation]}})
         reason += f" {mean:g} and {deviation:g} are the training split's own mean and deviation."
     suggestion.choose("transform", {"steps": steps}, reason, " → ".join(next(iter(step)) for step in steps))
-    channels = source.shape[2] if len(source.shape) == 3 else 1
-    suggestion.choose("model.in_channels", channels, f"{source.name!r} has images of {_by(source.shape)}.")
+    channels = input_column.shape[2] if len(input_column.shape) == 3 else 1
+    suggestion.choose("model.in_channels", channels, f"{input_column.name!r} has images of {_by(input_column.shape)}.")
 
 
 def _by(shape: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """Deletion of training jobs, and what protects inputs.
 
-The module has the deletion of a job, the sweeper, and references to a job's inputs.
+The module has the deletion of a job, the garbage collector, and references to a job's inputs.
 
 A deletion has these steps: the job's log records DELETING, references to its checkpoints are looked up, all its objects
 are deleted, and the log records DELETED.
@@ -9,9 +9,9 @@ A user of a checkpoint first writes a reference marker and then checks that the 
 so at least one sees the other. If there is no reference, the log records that (`deleted_from` is cleared), and
 the deletion is final. Each step can be repeated, so the next process finishes what another left unfinished.
 
-The sweeper deletes objects that no training job names any more, and finishes deletions that were started. These objects
-belong to attempts that the registry has closed out, so no attempt can commit them any more. So the sweeper needs no
-clock, and any number of sweepers may run while attempts are at work.
+The garbage collector deletes objects that no training job names any more, and finishes deletions that were started.
+These objects belong to attempts that the registry has closed out, so no attempt can commit them any more. So the
+collector needs no clock, and any number of collectors may run while attempts are at work.
 
 A job's inputs are protected: the dataset version and the initial checkpoint while the job is at work, the bundle of a
 user's own code until the job is deleted.
@@ -97,7 +97,7 @@ class Deletions:
             logger.info("%s is deleted", name)
 
     def finish_soon(self, name: str) -> None:
-        """Run `finish` in a thread. If it fails, the sweeper finishes the deletion later."""
+        """Run `finish` in a thread. If it fails, the garbage collector finishes the deletion later."""
         in_background(self.finish, name)
 
     def remove_files(self, job: JobRecord) -> bool:
@@ -158,23 +158,23 @@ def in_use(job: JobRecord, references: dict[str, list[str]]) -> FailedPreconditi
     )
 
 
-# --- Sweeper ---
+# --- Garbage collector ---
 
 COLLECTION = "trainingJobs"
 ATTEMPT_OF_DATA = re.compile(r"-a(\d+)-[0-9a-f]+$")
 ATTEMPT_OF_RAY = re.compile(r"^attempt-(\d+)$")
 # How often the logs of finished jobs are read again.
-SWEEP_INTERVAL_S = 300.0
+COLLECT_INTERVAL_S = 300.0
 # A job that ended longer ago is swept in turns: no process of its attempts writes any more.
 SETTLED_AFTER_S = 3600.0
-# How many jobs of all that ever were a sweep reads in turns.
+# How many jobs of all that ever were a collection reads in turns.
 JOBS_IN_TURNS = 200
 # So many settled jobs are marked at once.
 JOBS_AT_ONCE = 256
 
 
-class Sweeper:
-    """A sweeper of orphaned objects and unfinished deletions. `clock` returns seconds since the epoch."""
+class GarbageCollector:
+    """Collector of orphaned objects and unfinished deletions. `clock` returns seconds since the epoch."""
 
     def __init__(
         self,
@@ -183,28 +183,28 @@ class Sweeper:
         clock: Callable[[], float] = time.time,
         index: JobIndex | None = None,
     ) -> None:
-        """Without an `index`, and until it has all jobs, each sweep reads every job."""
+        """Without an `index`, and until it has all jobs, each collection reads every job."""
         self._store = store
         self._jobs = Jobs(store, TRAIN_KIND)
         self._deletions = deletions
         self._index = index
         self._clock = clock
 
-    def sweep(self) -> None:
-        """Sweep all jobs that are not settled, and some of the others in turns.
+    def collect(self) -> None:
+        """Collect the garbage of all jobs that are not settled, and of some others in turns.
 
         A failure with one job is logged and does not affect the others. Raises `Unavailable`.
         """
         unsettled = self._index.unsettled() if self._index else None
         if self._index is None or unsettled is None:
             for job_id in self._store.folders(COLLECTION):
-                self._sweep_alone(f"{COLLECTION}/{job_id}")
+                self._collect_alone(f"{COLLECTION}/{job_id}")
             return
         settled: list[IndexedJob] = []
         swept: set[str] = set()
         for job in unsettled:
             swept.add(job.record.name)
-            if self._sweep_alone(job.record.name) and self._is_settled(job.record):
+            if self._collect_alone(job.record.name) and self._is_settled(job.record):
                 settled.append(job)
             if len(settled) == JOBS_AT_ONCE:
                 self._index.settle(settled)
@@ -212,12 +212,12 @@ class Sweeper:
         self._index.settle(settled)
         for name in self._index.check(JOBS_IN_TURNS):
             if name not in swept:
-                self._sweep_alone(name)
+                self._collect_alone(name)
 
-    def _sweep_alone(self, name: str) -> bool:
-        """Sweep one job. Returns whether that succeeded."""
+    def _collect_alone(self, name: str) -> bool:
+        """Collect the garbage of one job. Returns whether that succeeded."""
         try:
-            self.sweep_job(name)
+            self.collect_job(name)
         except Unavailable:
             raise  # it holds for every job
         except FailedPrecondition as error:
@@ -232,7 +232,7 @@ class Sweeper:
         is_over = job.state.final and job.state is not JobState.DELETING
         return is_over and self._clock() - job.update_time > SETTLED_AFTER_S
 
-    def sweep_job(self, name: str) -> None:
+    def collect_job(self, name: str) -> None:
         job = self._jobs.newest(name)
         if job is None:
             return
@@ -241,20 +241,20 @@ class Sweeper:
         elif job.state is JobState.DELETED:
             self._deletions.remove_files(job)  # a stale process may have written them after the deletion
         else:
-            self._sweep_ray(job)
-            self._sweep_checkpoints(job)
+            self._collect_ray(job)
+            self._collect_checkpoints(job)
             if job.state.final:
                 # Stops where the job is resumed or deleted meanwhile.
                 gather_ended(self._store, name, partial(remove_objects, self._store, self._jobs, job))
 
-    def _sweep_ray(self, job: JobRecord) -> None:
+    def _collect_ray(self, job: JobRecord) -> None:
         """Delete Ray Train's files of finished attempts. Millrace's registry never reads them."""
         for folder in self._store.folders(f"{job.name}/ray"):
             match = ATTEMPT_OF_RAY.match(folder)
             if match and (int(match[1]) < job.attempt or job.state.final):
                 self._store.delete_folder(f"{job.name}/ray/{folder}")
 
-    def _sweep_checkpoints(self, job: JobRecord) -> None:
+    def _collect_checkpoints(self, job: JobRecord) -> None:
         registry = CheckpointRegistry(self._store, job.name)
         # Keep this order: every folder listed here was written before the log is read that says which folders are
         # named.

@@ -1,11 +1,11 @@
 """The learning of one rank: model, loss, optimizer, schedule, training step and validation.
 
-`Learner.step` seeds the generators by the step's number, cuts the batch into parts, and runs forward and backward for
-each. There are several parts if the job accumulates gradients. The last backward averages the gradients over ranks.
-Then `_update` clips them and steps the optimizer and the schedule. A loss that is not finite raises before any weight
-is changed. With float16, a step whose gradients are not finite changes no weight and counts as skipped.
+`Learner.step` seeds the generators by the step's number, cuts the batch into micro-batches, and runs forward and
+backward for each. There are several if the job accumulates gradients. The last backward averages the gradients over
+ranks. Then `_update` clips them and steps the optimizer and the schedule. A loss that is not finite raises before any
+weight is changed. With float16, a step whose gradients are not finite changes no weight and counts as skipped.
 
-A part is computed by `_ours`, or by a training step that an installed package registers.
+A micro-batch is computed by `_default_training_step`, or by a training step that an installed package registers.
 
 An entry point of `millrace.training_steps` is a callable with this protocol:
 
@@ -13,8 +13,8 @@ An entry point of `millrace.training_steps` is a callable with this protocol:
 
 - `model` is the model that is trained. Call it at least once, so that its gradients are averaged over ranks.
 - `inputs` are float32 (rows, *shape), or a dict of tensors for a model of several inputs. `labels` are int64 (rows,),
-  or float32 (rows, K) for regression. Both hold one rank's rows, or a part of them if the job accumulates gradients.
-  They are on the job's device, under autocast if the job asks for it.
+  or float32 (rows, K) for regression. Both hold one rank's rows, or a micro-batch of them if the job accumulates
+  gradients. They are on the job's device, under autocast if the job asks for it.
 - `loss` is the job's own loss: `loss(outputs, labels)` returns the loss of each row.
 - The step must not call `backward`, step an optimizer or communicate with other ranks. Gradients are weighted so that
   their mean over ranks is the mean over the rows of the whole step. A scalar is taken as the mean over these rows.
@@ -49,7 +49,7 @@ from shared.models.inputs import Inputs, part_of, zero_inputs
 from shared.models.loaded import scale_target, undo_scaling
 from shared.settings import TRAINING_STEPS, load_installed
 from shared.transforms.records import ModelInput, RowShape
-from train_service.domain.order import loss_scale, noise_seed, parts_of_step
+from train_service.domain.order import count_micro_batches, loss_scale, noise_seed
 from train_service.domain.spec import BFLOAT16, FLOAT16, FSDP, REGRESSION, TrainingSpec, learning_rate, should_stop
 from train_service.learning.losses import Loss, build_loss, total_of
 from train_service.learning.metrics import MAX_SUMS_OF_A_STEP, Metrics
@@ -57,13 +57,13 @@ from train_service.learning.optimizers import build_optimizer, build_scheduler
 from train_service.learning.ranks import (
     DeviceTransform,
     Ranks,
+    discarding_gradients,
     full_float32,
     gradients_kept_local,
     inputs_to_device,
     on_device,
-    settle_buckets,
-    thrown_away,
     to_device,
+    warm_up_ddp_buckets,
 )
 from train_service.learning.sharding import (
     local_rows,
@@ -310,7 +310,7 @@ def compile_failed(error: BaseException) -> FailedPrecondition:
 
 
 class Learner(BaseLearner):
-    """Learner for a model that is called once per part, with a loss and one optimizer."""
+    """Learner for a model that is called once per micro-batch, with a loss and one optimizer."""
 
     def __init__(
         self, spec: TrainingSpec, ranks: Ranks, model_input: ModelInput, steps_per_epoch: int, total_steps: int
@@ -333,9 +333,9 @@ class Learner(BaseLearner):
         self._optimizer = build_optimizer(spec.optimizer, self.model, fused=_may_be_fused(spec))
         self._scheduler = build_scheduler(spec.optimizer, self._optimizer, total_steps)
         self._optimizer.register_step_post_hook(lambda *_: self._note_update())
-        self._trial = TrialStep(spec, model_input.shape, self.model, self._training_step, self._loss, ranks.device)
+        self._dry_run = DryRunStep(spec, model_input.shape, self.model, self._training_step, self._loss, ranks.device)
         wraps = ranks.world_size > 1 and spec.placement.parallel != FSDP
-        self._some_unused = wraps and self._trial.leaves_some_unused(ranks, self._autocast)
+        self._some_unused = wraps and self._dry_run.leaves_some_unused(ranks, self._autocast)
 
     def _built_sharded(self, units: Sequence[str]) -> nn.Module:
         """Build the model of which this rank has a shard, with the same initial weights as `_built`."""
@@ -351,7 +351,7 @@ class Learner(BaseLearner):
         )
 
     def prepare(self) -> None:
-        """Wrap and compile the model and take throw-away passes.
+        """Wrap and compile the model and take warm-up passes.
 
         After that the first real step is like all others.
 
@@ -366,7 +366,7 @@ class Learner(BaseLearner):
             return
         try:
             with self._autocast():
-                settle_buckets(self._wrapped, self.model, self._trial.loss_of)
+                warm_up_ddp_buckets(self._wrapped, self.model, self._dry_run.loss_of)
         except Exception as error:
             if not self._spec.compile or not by_compiler(error):
                 raise
@@ -384,14 +384,14 @@ class Learner(BaseLearner):
         if not self.model.training:  # after a validation; train() visits all modules
             self._wrapped.train()
         self._optimizer.zero_grad(set_to_none=True)
-        parts = parts_of(batch, self._spec, self._ranks.world_size, self._ranks.device)
+        micro_batches = split_into_micro_batches(batch, self._spec, self._ranks.world_size, self._ranks.device)
         loss, metrics = 0.0, torch.zeros(self._metrics.width, dtype=torch.float64)
-        # The wrapped model averages gradients over ranks in the backward pass of the last part. The parts before only
-        # add to their own rank's gradients.
-        for number, part in enumerate(parts, start=1):
-            with gradients_kept_local(self._wrapped, number < len(parts)):
-                part_loss, sums = self._backward(batch, part)
-            loss += part_loss
+        # The wrapped model averages gradients over ranks in the backward pass of the last micro-batch. The
+        # micro-batches before only add to their own rank's gradients.
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            with gradients_kept_local(self._wrapped, number < len(micro_batches)):
+                micro_batch_loss, sums = self._forward_backward(batch, micro_batch)
+            loss += micro_batch_loss
             metrics += sums
         self._update(batch.step)
         return [loss, float(len(batch.row_ids)), *metrics.tolist()]
@@ -461,30 +461,30 @@ class Learner(BaseLearner):
             self._scaler.load_state_dict(state["scaler"])
             self._skipped_steps = int(state.get("skipped_steps", 0))  # earlier releases did not count them
 
-    def _backward(self, batch: Batch, part: StepPart) -> tuple[float, Tensor]:
-        """Add the part's gradients, and return its summed loss and the sums of its metrics.
+    def _forward_backward(self, batch: Batch, micro_batch: MicroBatch) -> tuple[float, Tensor]:
+        """Add the micro-batch's gradients, and return its summed loss and the sums of its metrics.
 
         The loss is that of the scaled target. On one rank the backward pass starts before the host reads the loss, so
         that a GPU is not idle meanwhile. With several ranks the loss is checked first, so that a loss that is not
         finite never enters the other ranks' gradients.
         """
-        labels = scale_target(self.target_scaling, part.labels)
+        labels = scale_target(self.target_scaling, micro_batch.labels)
         with self._autocast():
-            loss_sum, outputs = self._training_step(self._wrapped, part.inputs, labels, self._loss)
+            loss_sum, outputs = self._training_step(self._wrapped, micro_batch.inputs, labels, self._loss)
         outputs = outputs.detach()
-        sums = self._metrics.sums(undo_scaling(self.target_scaling, outputs), part.labels)
+        sums = self._metrics.sums(undo_scaling(self.target_scaling, outputs), micro_batch.labels)
         found = HostCopy(torch.cat([loss_sum.detach().reshape(1).double(), sums.to(loss_sum.device)]))
         if self._ranks.world_size > 1:
-            self._check(found.values(), batch, part, outputs, labels)
+            self._check(found.values(), batch, micro_batch, outputs, labels)
         scaled = loss_sum * loss_scale(self._ranks.world_size, batch.step_rows)
         self._scaler.scale(scaled).backward()  # type: ignore[no-untyped-call]
-        loss = self._check(found.values(), batch, part, outputs, labels)
+        loss = self._check(found.values(), batch, micro_batch, outputs, labels)
         return loss, found.values()[1:]
 
-    def _check(self, found: Tensor, batch: Batch, part: StepPart, outputs: Tensor, labels: Tensor) -> float:
+    def _check(self, found: Tensor, batch: Batch, micro_batch: MicroBatch, outputs: Tensor, labels: Tensor) -> float:
         loss = float(found[0])
         if not math.isfinite(loss):
-            raise diverged(batch, part, self._loss(outputs, labels), loss, self._ranks.rank)
+            raise diverged(batch, micro_batch, self._loss(outputs, labels), loss, self._ranks.rank)
         return loss
 
     def _update(self, step: int) -> None:
@@ -516,14 +516,14 @@ def _may_be_fused(spec: TrainingSpec) -> bool:
     return spec.placement.parallel != FSDP and spec.precision != FLOAT16
 
 
-# --- Parts of a step ---
+# --- Micro-batches ---
 
 MAX_REPORTED_ROW_IDS = 20
 
 
 @dataclass(frozen=True)
-class StepPart:
-    """A part of a step's rows, on the job's device.
+class MicroBatch:
+    """Some of a rank's rows in a step, on the job's device.
 
     `inputs` (rows, *shape), or a dict of several, `labels` (rows,) or (rows, K) for regression, `row_ids` (rows,).
     """
@@ -533,32 +533,34 @@ class StepPart:
     row_ids: Array
 
 
-def parts_of(
+def split_into_micro_batches(
     batch: Batch, spec: TrainingSpec, world_size: int, device: torch.device, *, whole: bool = False
-) -> list[StepPart]:
-    """Cut a batch into the number of parts that `parts_of_step` returns, the same on all ranks.
+) -> list[MicroBatch]:
+    """Cut a batch into as many micro-batches as `count_micro_batches` returns, the same on all ranks.
 
-    So parts that fit a device with all workers also fit it with fewer workers. `whole` makes one part.
+    So micro-batches that fit a device with all workers also fit it with fewer workers. `whole` makes one of all rows.
     """
     count = (
-        1 if whole else parts_of_step(batch.step_rows, spec.lanes, world_size, spec.max_ranks, spec.accumulation_steps)
+        1
+        if whole
+        else count_micro_batches(batch.step_rows, spec.lanes, world_size, spec.max_ranks, spec.accumulation_steps)
     )
     inputs, labels = on_device(batch, spec, device)
     rows = len(batch.row_ids)
     bounds = [rows * number // count for number in range(count + 1)]
     return [
-        StepPart(part_of(inputs, begin, end), labels[begin:end], batch.row_ids[begin:end])
+        MicroBatch(part_of(inputs, begin, end), labels[begin:end], batch.row_ids[begin:end])
         for begin, end in itertools.pairwise(bounds)
     ]
 
 
-def diverged(batch: Batch, part: StepPart, losses: Tensor, loss: float, rank: int) -> FailedPrecondition:
-    """Return the error for a part whose `loss` is not finite.
+def diverged(batch: Batch, micro_batch: MicroBatch, losses: Tensor, loss: float, rank: int) -> FailedPrecondition:
+    """Return the error for a micro-batch whose `loss` is not finite.
 
-    `losses` is what the loss function returned for the part. The error lists the rows whose own loss is not finite. If
-    no row can be singled out, it lists the part's first rows.
+    `losses` is what the loss function returned for the micro-batch. The error lists the rows whose own loss is not
+    finite. If no row can be singled out, it lists the micro-batch's first rows.
     """
-    row_ids = part.row_ids
+    row_ids = micro_batch.row_ids
     if losses.shape == (len(row_ids),):
         bad = ~np.isfinite(losses.detach().float().cpu().numpy())
         row_ids = row_ids[bad] if bad.any() else row_ids
@@ -585,7 +587,7 @@ def build_training_step(name: str) -> TrainingStep:
     Raises `InvalidArgument` that names `spec.training_step`.
     """
     if not name:
-        return _ours
+        return _default_training_step
     installed = load_installed(TRAINING_STEPS, name, TRAINING_STEP_FIELD, "")
     if not callable(installed):
         raise invalid_field(TRAINING_STEP_FIELD, name, f"it is a {type(installed).__name__}, which cannot be called")
@@ -602,7 +604,7 @@ def build_training_step(name: str) -> TrainingStep:
     return step
 
 
-def _ours(model: nn.Module, inputs: Inputs, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
+def _default_training_step(model: nn.Module, inputs: Inputs, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     outputs = model(inputs)
     return loss.total(outputs, labels), outputs
 
@@ -688,9 +690,11 @@ def evaluate(
     model.eval()
     numbers = metrics.task == REGRESSION
     with torch.no_grad():
-        for inputs, labels, is_own in validation_batches(cache, preprocessing, ranks, rows_per_call, numbers=numbers):
+        for inputs, labels, is_padding in validation_batches(
+            cache, preprocessing, ranks, rows_per_call, numbers=numbers
+        ):
             outputs = model(inputs)
-            if is_own:
+            if not is_padding:
                 total = loss.total(outputs, scale_target(target_scaling, labels)).item()
                 values = undo_scaling(target_scaling, outputs)
                 sums += torch.cat(
@@ -704,11 +708,12 @@ def evaluate(
 def validation_batches(
     cache: RowCache, preprocessing: Preprocessing, ranks: Ranks, rows_per_call: int, *, numbers: bool
 ) -> Iterator[tuple[Inputs, Tensor, bool]]:
-    """Yield a rank's share of a split: inputs (rows, *shape) or a dict of several, labels, and whether they count.
+    """Yield a rank's share of a split: inputs (rows, *shape) or a dict of several, labels, and whether they are
+    padding.
 
     Labels are (rows,), or (rows, K) if `numbers`. Inputs and labels are on the rank's device. Every rank yields the
-    same number of batches, because calls of a sharded model are collective: a rank that has no rows left yields rows
-    that do not count.
+    same number of batches, because calls of a sharded model are collective: a rank that has no rows left yields
+    padding, which does not count.
     """
     rows = cache.row_count
     # Each rank takes a contiguous range, so that it reads whole row groups.
@@ -724,16 +729,16 @@ def validation_batches(
         if numbers:
             labels = labels.reshape(len(labels), -1)
         inputs = inputs_to_device(prepare(batch), ranks.device)
-        yield on_device(inputs) if isinstance(inputs, Tensor) else inputs, labels, len(positions) > 0
+        yield on_device(inputs) if isinstance(inputs, Tensor) else inputs, labels, not len(positions)
 
 
-# --- Trial step ---
+# --- Dry run ---
 
-TRIAL_ROWS = 2
+DRY_RUN_ROWS = 2
 
 
-class TrialStep:
-    """Trial of the job's training step on rows of zeros, with labels of 0.
+class DryRunStep:
+    """Dry run of the job's training step on rows of zeros, with labels of 0.
 
     Run it on the initial weights that the seed draws, before others are loaded. Then every attempt finds the same
     result, and adds gradients in the same order.
@@ -748,9 +753,9 @@ class TrialStep:
         loss: Loss,
         device: torch.device,
     ) -> None:
-        """Prepare the trial. `shape` is that of one row of the model's input."""
+        """Prepare the dry run. `shape` is that of one row of the model's input."""
         self._numbers = spec.task == REGRESSION
-        self._labels_shape = (TRIAL_ROWS, spec.model.num_classes) if self._numbers else (TRIAL_ROWS,)
+        self._labels_shape = (DRY_RUN_ROWS, spec.model.num_classes) if self._numbers else (DRY_RUN_ROWS,)
         self._shape = shape
         self._device = device
         self._model = model
@@ -766,7 +771,7 @@ class TrialStep:
         unused = broken = 0
         self._model.train()
         try:
-            with thrown_away(self._model):
+            with discarding_gradients(self._model):
                 with autocast():
                     loss, _ = self._step(self._model, *self._rows(), self._loss)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -774,16 +779,16 @@ class TrialStep:
                     parameter.requires_grad and parameter.grad is None for parameter in self._model.parameters()
                 )
         except Exception as error:  # a user's own step may refuse rows like these; all ranks learn that below
-            logger.info("the training step takes no %d rows of zeros: %s", TRIAL_ROWS, first_line(error))
+            logger.info("the training step takes no %d rows of zeros: %s", DRY_RUN_ROWS, first_line(error))
             broken = 1
         all_unused, all_broken = ranks.add([float(unused), float(broken)]).result()
         self._works = not all_broken
         return self._works and all_unused > 0
 
     def loss_of(self, model: nn.Module) -> Tensor:
-        """Return the loss of the training step, or the sum of the outputs if the step fails in the trial.
+        """Return the loss of the training step, or the sum of the outputs if the step fails in the dry run.
 
-        Both are scalars. A throw-away pass thus uses the same parameters as a real step, if the step works.
+        Both are scalars. A warm-up pass thus uses the same parameters as a real step, if the step works.
         """
         if self._works:
             return self._step(model, *self._rows(), self._loss)[0]
@@ -792,6 +797,6 @@ class TrialStep:
 
     def _rows(self) -> tuple[Inputs, Tensor]:
         kind = next(self._model.parameters()).dtype
-        inputs = zero_inputs(self._shape, TRIAL_ROWS, kind, self._device)
+        inputs = zero_inputs(self._shape, DRY_RUN_ROWS, kind, self._device)
         labels_kind = kind if self._numbers else torch.int64
         return inputs, torch.zeros(self._labels_shape, dtype=labels_kind, device=self._device)

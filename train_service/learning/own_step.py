@@ -30,11 +30,11 @@ from train_service.domain.order import loss_scale
 from train_service.domain.spec import FSDP, OWN, REGRESSION, TrainingSpec, learning_rate
 from train_service.learning.learner import (
     BaseLearner,
-    StepPart,
+    MicroBatch,
     by_compiler,
     compile_failed,
     diverged,
-    parts_of,
+    split_into_micro_batches,
     validation_batches,
 )
 from train_service.learning.optimizers import build_optimizer, build_scheduler
@@ -370,11 +370,11 @@ class OwnStepLearner(BaseLearner):
             self._ranks.share_tensors(list(self.model.buffers()))
         with module.logging(len(batch.row_ids)) as logged:
             self._begin(index)
-            parts = self._parts(batch)
+            micro_batches = self._micro_batches(batch)
             self._stepped = False
-            module.hook("on_train_batch_start", parts[0][1], index)
-            loss, outputs = self._taken(batch, parts, index)
-            module.hook("on_train_batch_end", outputs, parts[-1][1], index)
+            module.hook("on_train_batch_start", micro_batches[0][1], index)
+            loss, outputs = self._taken(batch, micro_batches, index)
+            module.hook("on_train_batch_end", outputs, micro_batches[-1][1], index)
             self._schedule(STEP, batch.step + 1, {})
         if math.isnan(loss) and logged.sums:
             total, rows = next(iter(logged.sums.values()))  # a manual step returns no loss: show its first logged value
@@ -409,13 +409,13 @@ class OwnStepLearner(BaseLearner):
                 )
                 rows = 0.0
                 module.forget_metrics()
-                for number, (inputs, labels, is_own) in enumerate(batches):
-                    if not is_own and number and self._spec.placement.parallel != FSDP:
+                for number, (inputs, labels, is_padding) in enumerate(batches):
+                    if is_padding and number and self._spec.placement.parallel != FSDP:
                         continue  # only a sharded model's calls are collective
-                    with module.logging(len(labels) if is_own else 0.0) as of_batch:
+                    with module.logging(0.0 if is_padding else len(labels)) as of_batch:
                         given = self._moved((inputs, labels))
                         loss = measured_loss(module.hook("validation_step", given, number))
-                    if not is_own:
+                    if is_padding:
                         if not rows:  # this rank has no rows of its own; its metrics stay empty
                             for metric in module.metrics.values():
                                 metric.reset()
@@ -487,44 +487,48 @@ class OwnStepLearner(BaseLearner):
         if index == 0:
             self._step_module.hook("on_train_epoch_start")
 
-    def _parts(self, batch: Batch) -> list[tuple[StepPart, Any]]:
-        """Return the parts of the batch, each with the input of the module."""
+    def _micro_batches(self, batch: Batch) -> list[tuple[MicroBatch, Any]]:
+        """Return the micro-batches of the batch, each with the input of the module."""
         ranks = self._ranks
-        cut = parts_of(batch, self._spec, ranks.world_size, ranks.device, whole=self._step_module.is_manual)
-        return [(part, self._moved((part.inputs, part.labels))) for part in cut]
+        cut = split_into_micro_batches(
+            batch, self._spec, ranks.world_size, ranks.device, whole=self._step_module.is_manual
+        )
+        return [(micro_batch, self._moved((micro_batch.inputs, micro_batch.labels))) for micro_batch in cut]
 
     def _moved(self, batch: tuple[Inputs, Tensor]) -> Any:
         """Apply the module's `on_after_batch_transfer`, which may augment or normalize on the device."""
         given = self._step_module.hook("on_after_batch_transfer", batch, 0)
         return batch if given is None else given
 
-    def _taken(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
+    def _taken(self, batch: Batch, micro_batches: Sequence[tuple[MicroBatch, Any]], index: int) -> tuple[float, Any]:
         take = self._manual if self._step_module.is_manual else self._automatic
         try:
-            return take(batch, parts, index)
+            return take(batch, micro_batches, index)
         except Exception as error:
             if not self._spec.compile or not by_compiler(error):
                 raise
             raise compile_failed(error) from error
 
-    def _automatic(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
-        """Accumulate the parts' gradients and step the one optimizer.
+    def _automatic(
+        self, batch: Batch, micro_batches: Sequence[tuple[MicroBatch, Any]], index: int
+    ) -> tuple[float, Any]:
+        """Accumulate the micro-batches' gradients and step the one optimizer.
 
-        Returns the mean loss of this rank's rows, and the last part's result of `training_step`.
+        Returns the mean loss of this rank's rows, and the last micro-batch's result of `training_step`.
         """
         module, spec = self._step_module, self._spec
         (optimizer,) = module.optimizers
         module.hook("on_before_zero_grad", optimizer)
         optimizer.zero_grad(set_to_none=True)
         total, outputs = 0.0, None
-        for number, (part, given) in enumerate(parts, start=1):
-            module.rows = len(part.row_ids)
-            with gradients_kept_local(self.model, number < len(parts)):
+        for number, (micro_batch, given) in enumerate(micro_batches, start=1):
+            module.rows = len(micro_batch.row_ids)
+            with gradients_kept_local(self.model, number < len(micro_batches)):
                 with self._autocast():
                     outputs = self.model.training_step(given, index)  # type: ignore[operator]
-                loss = self._checked(number_of(outputs), batch, part)
-                total += loss.item() * len(part.row_ids)
-                scale = len(part.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
+                loss = self._checked(number_of(outputs), batch, micro_batch)
+                total += loss.item() * len(micro_batch.row_ids)
+                scale = len(micro_batch.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
                 module.hook("on_before_backward", loss)
                 self._scaler.scale(loss * scale).backward()  # type: ignore[no-untyped-call]
                 module.hook("on_after_backward")
@@ -540,7 +544,7 @@ class OwnStepLearner(BaseLearner):
         self._skipped_steps += int(self.skipped)
         return total / len(batch.row_ids), outputs
 
-    def _checked(self, loss: Tensor | None, batch: Batch, part: StepPart) -> Tensor:
+    def _checked(self, loss: Tensor | None, batch: Batch, micro_batch: MicroBatch) -> Tensor:
         if loss is None:
             raise InvalidArgument(
                 "training_step returned no loss: return it, or set automatic_optimization to False and step the "
@@ -549,10 +553,10 @@ class OwnStepLearner(BaseLearner):
             )
         value = loss.item()
         if not math.isfinite(value):
-            raise diverged(batch, part, loss, value, self._ranks.rank)
+            raise diverged(batch, micro_batch, loss, value, self._ranks.rank)
         return loss
 
-    def _manual(self, batch: Batch, parts: Sequence[tuple[StepPart, Any]], index: int) -> tuple[float, Any]:
+    def _manual(self, batch: Batch, micro_batches: Sequence[tuple[MicroBatch, Any]], index: int) -> tuple[float, Any]:
         """Run a step whose module steps its optimizers itself.
 
         Returns the loss, or NaN if the step returns none, and the result of `training_step`.
@@ -561,7 +565,7 @@ class OwnStepLearner(BaseLearner):
         self._learning_rate = float(self._step_module.optimizers[0].param_groups[0]["lr"])
         self._set_rate(batch.step)
         with self._autocast():
-            outputs = self.model.training_step(parts[0][1], index)  # type: ignore[operator]
+            outputs = self.model.training_step(micro_batches[0][1], index)  # type: ignore[operator]
         self._stepped = True  # only a loss scaler skips steps, and a manual step has none
         loss = number_of(outputs)
         return (math.nan if loss is None else loss.item()), outputs

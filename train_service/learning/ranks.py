@@ -216,7 +216,7 @@ def _put_back(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 def gradients_kept_local(wrapped: nn.Module, local: bool = True) -> Iterator[None]:
     """Accumulate gradients on this rank without averaging, while `local`.
 
-    The next pass without it averages all accumulated gradients. It is for all parts of a step but the last.
+    The next pass without it averages all accumulated gradients. It is for all micro-batches of a step but the last.
     """
     if local and isinstance(wrapped, DistributedDataParallel):
         with wrapped.no_sync():
@@ -232,8 +232,8 @@ def gradients_kept_local(wrapped: nn.Module, local: bool = True) -> Iterator[Non
         yield
 
 
-def settle_buckets(wrapped: nn.Module, model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> None:
-    """Run two throw-away passes, then restore gradients and buffers.
+def warm_up_ddp_buckets(wrapped: nn.Module, model: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor]) -> None:
+    """Run two warm-up passes, then restore gradients and buffers.
 
     `loss_of` calls the model as a step does, and returns a scalar.
 
@@ -242,13 +242,13 @@ def settle_buckets(wrapped: nn.Module, model: nn.Module, loss_of: Callable[[nn.M
     passes every real step of every attempt uses the rebuilt buckets.
     """
     wrapped.train()
-    with thrown_away(model):
+    with discarding_gradients(model):
         for _ in range(2):
             loss_of(wrapped).backward()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def thrown_away(model: nn.Module) -> Iterator[None]:
+def discarding_gradients(model: nn.Module) -> Iterator[None]:
     """Clear the gradients and restore the buffers after passes through the model."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:

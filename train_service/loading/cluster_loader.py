@@ -35,7 +35,7 @@ from shared.transforms import Pipeline, RowKeys
 from shared.transforms.records import ModelInput, bytes_of_input, dtype_of_input, lengths_of
 from shared.transforms.steps.custom import DEFAULT_TIMEOUT_S, Custom
 from train_service.domain.capacity import INGEST_CPUS
-from train_service.domain.order import Ints, SlicePlan, blocks_of, rank_positions, step_bounds
+from train_service.domain.order import BatchPlan, Ints, blocks_of, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.domain.watchdog import STARTING_SECONDS
 from train_service.loading.loader import Batch, Loader, RowCache, Windows
@@ -59,7 +59,7 @@ class Source:
 
     store: StoreSettings
     spec: TrainingSpec
-    plan: SlicePlan
+    plan: BatchPlan
     # Target size of one piece of prepared rows.
     piece_bytes: int
 
@@ -111,7 +111,7 @@ class ClusterLoader(Loader):
         self,
         cache: RowCache,
         preprocessing: Preprocessing,
-        plan: SlicePlan,
+        plan: BatchPlan,
         spec: TrainingSpec,
         store: StoreSettings,
         piece_bytes: int = PIECE_BYTES,
@@ -150,12 +150,12 @@ class ClusterLoader(Loader):
 
     def _tasks(self, first_step: int) -> Iterator[dict[str, int]]:
         """Yield a task per range of positions [begin, end), a shuffle window of every lane, for each epoch left."""
-        stretch = self._plan.lanes * self._plan.window_rows
+        rows_of_windows = self._plan.lanes * self._plan.window_rows
         for epoch in range(first_step // self.steps_per_epoch, self._plan.epochs):
             of_epoch = max(first_step - epoch * self.steps_per_epoch, 0)
             first, _ = step_bounds(self._rows, self.steps_per_epoch, of_epoch)
-            for begin in range(first - first % stretch, self._rows, stretch):
-                yield {"epoch": epoch, "begin": max(begin, first), "end": min(begin + stretch, self._rows)}
+            for begin in range(first - first % rows_of_windows, self._rows, rows_of_windows):
+                yield {"epoch": epoch, "begin": max(begin, first), "end": min(begin + rows_of_windows, self._rows)}
 
 
 def _prepared(

@@ -8,8 +8,8 @@ in windows, applies the transform (`loading.preprocessing`) and puts the batch i
 small batches are prepared in one go. An error in the thread is raised to the consumer, which closes the generator to
 end the thread.
 
-`Windows` keeps the current shuffle window of each of the rank's lanes open, and reads the next. `Batches` builds a
-loader from a specification. `RowCache` has the rows in memory.
+`Windows` keeps the current shuffle window of each of the rank's lanes open, and reads the next. `LoaderFactory` builds
+a loader from a specification. `RowCache` has the rows in memory.
 
 Row groups are cached: read once, ahead of time if requested, checked, and kept while there is room. A label that the
 loss cannot take is refused, with its row, before anything is learnt from it.
@@ -41,8 +41,8 @@ from shared.storage import ObjectStore
 from shared.transforms import RowKeys, batch_of
 from shared.transforms.records import bytes_of_input
 from train_service.domain.order import (
+    BatchPlan,
     Ints,
-    SlicePlan,
     blocks_of,
     epoch_order,
     grouped_by_length,
@@ -90,7 +90,7 @@ class Loader:
     """
 
     def __init__(
-        self, cache: RowCache, preprocessing: Preprocessing, plan: SlicePlan, *, for_device: bool = False
+        self, cache: RowCache, preprocessing: Preprocessing, plan: BatchPlan, *, for_device: bool = False
     ) -> None:
         """Prepare the loader. With `for_device` the inputs are `Preprocessing.for_device` of the rows."""
         self._cache = cache
@@ -214,7 +214,7 @@ class Windows:
         self,
         cache: RowCache,
         blocks: Ints,
-        plan: SlicePlan,
+        plan: BatchPlan,
         epoch: int,
         *,
         read_ahead: bool = True,
@@ -232,7 +232,7 @@ class Windows:
         self._lanes = range(plan.rank, plan.lanes, plan.world_size)
         self._number = -1
         # The number of the last computed window, and its rows.
-        self._stretches: tuple[int, Ints] = (-1, np.empty(0, np.int64))
+        self._unshuffled: tuple[int, Ints] = (-1, np.empty(0, np.int64))
         # State of the open window: the rows, lane after lane; the rank's positions; the index of the row of each
         # position.
         self._rows: Rows | None = None
@@ -253,20 +253,23 @@ class Windows:
     def _open(self, number: int) -> Rows:
         if self._rows is None or number != self._number:
             self._rows = None  # free the buffers, which the next window reuses
-            stretches = self._rows_of(number)
+            unshuffled = self._rows_of(number)
             if self._read_ahead:
-                self._cache.read_ahead(stretches)
+                self._cache.read_ahead(unshuffled)
                 self._cache.read_ahead(self._rows_of(number + 1))
-            self._rows = self._cache.rows(stretches, self._buffers)
+            self._rows = self._cache.rows(unshuffled, self._buffers)
             self._shuffle(number, self._rows)
             self._number = number
         return self._rows
 
     def _rows_of(self, number: int) -> Ints:
         """Return the rows of a window, lane after lane, before they are shuffled."""
-        if self._stretches[0] != number:
-            self._stretches = number, np.concatenate([self._order.stretch(lane, number) for lane in self._lanes])
-        return self._stretches[1]
+        if self._unshuffled[0] != number:
+            self._unshuffled = (
+                number,
+                np.concatenate([self._order.unshuffled_window(lane, number) for lane in self._lanes]),
+            )
+        return self._unshuffled[1]
 
     def _shuffle(self, number: int, rows: Rows) -> None:
         plan, order = self._plan, self._order
@@ -299,7 +302,7 @@ def lengths_of(rows: Rows, column: str) -> Ints:
     return np.asarray(scalars.cast(pa.int64()).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
 
 
-# --- Parts of a loader ---
+# --- Loader factory ---
 
 # Large rows need room for each lane's current row group and the next: 24 lanes, 20 MiB each, twice.
 CACHE_BYTES = 1024 * 1024 * 1024
@@ -308,8 +311,8 @@ CACHE_BYTES = 1024 * 1024 * 1024
 FOOTER_BYTES = 768 * 1024 * 1024
 
 
-class Batches:
-    """The rows of a run's dataset version, read by one of its ranks."""
+class LoaderFactory:
+    """Builds the loader and the caches of a run's dataset version for one of its ranks."""
 
     def __init__(self, store: ObjectStore, version: DatasetVersion, spec: TrainingSpec) -> None:
         """Prepare the reading. Raises `InvalidArgument` if the transform does not fit the version."""
@@ -344,9 +347,9 @@ class Batches:
         cache.note_progress = note_progress
         return cache
 
-    def plan(self, rank: int, world_size: int) -> SlicePlan:
+    def plan(self, rank: int, world_size: int) -> BatchPlan:
         spec = self._spec
-        return SlicePlan(
+        return BatchPlan(
             spec.seed,
             spec.lanes,
             spec.global_batch_size,

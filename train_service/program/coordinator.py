@@ -373,7 +373,7 @@ class ReportCoordinator:
                 )
 
         retry_on_outage(choose, "the newest checkpoint")
-        retry_on_outage(self._sweep, "what earlier attempts left")
+        retry_on_outage(self._delete_leftovers, "what earlier attempts left")
         self._metrics = MetricsLog(self._store, self._job_name, self._attempt, start.report)
         self._metrics.__enter__()
         self._newest = start.entry
@@ -406,7 +406,7 @@ class ReportCoordinator:
                     "shard; program.data_resume CONTINUE gives the rows that are left"
                 )
 
-    def _sweep(self) -> None:
+    def _delete_leftovers(self) -> None:
         """Delete files that earlier attempts uploaded but did not commit."""
         state = self._registry.read()
         named = {checkpoint.folder for checkpoint in state.checkpoints} | {one.entry.folder for one in state.retiring}

@@ -154,7 +154,7 @@ ANY_PREEMPTIONS = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TrainerSettings:
     """Settings of a trainer's `ScalingConfig`, `RunConfig` and `TorchConfig`, in plain values.
 
     `num_workers` is one number, or the minimum and the maximum.
@@ -183,7 +183,7 @@ class Asked:
     config: dict[str, list[str]] = field(default_factory=dict)
 
     @classmethod
-    def from_message(cls, message: Mapping[str, Any]) -> Asked:
+    def from_message(cls, message: Mapping[str, Any]) -> TrainerSettings:
         return cls(**fields_of(cls, message))
 
     @property
@@ -196,8 +196,8 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """One field of a specification with the script's value, and the script's text for it."""
+class RequestedField:
+    """One field of a specification with the value that the script requests, and the script's text for it."""
 
     path: str
     value: Any
@@ -206,38 +206,44 @@ class Wanted:
     needs_gpu: bool = False
 
 
-def wanted_of(asked: Asked) -> list[Wanted]:
+def requested_fields(trainer_settings: TrainerSettings) -> list[RequestedField]:
     """Return a trainer's configurations as fields of a specification.
 
     Ray's defaults are left out, except for the number of workers and `use_gpu`, because Ray has no other way to express
     these values.
     """
-    workers = f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
+    workers = f"ScalingConfig(num_workers={_workers(trainer_settings.num_workers)})"
     found = [
-        Wanted(path="num_workers", value=asked.max_workers, theirs=workers),
-        Wanted(
+        RequestedField(path="num_workers", value=trainer_settings.max_workers, theirs=workers),
+        RequestedField(
             path="min_workers",
-            value=max(asked.effective_min_workers, 1) if asked.effective_min_workers != asked.max_workers else 0,
+            value=max(trainer_settings.effective_min_workers, 1)
+            if trainer_settings.effective_min_workers != trainer_settings.max_workers
+            else 0,
             theirs=workers,
         ),
     ]
-    if asked.max_workers:  # local mode has no workers with settings
-        found += _of_workers(asked)
-    if asked.max_failures != NO_FAILURES:
+    if trainer_settings.max_workers:  # local mode has no workers with settings
+        found += _of_workers(trainer_settings)
+    if trainer_settings.max_failures != NO_FAILURES:
         # Ray's -1 means unlimited; a job has at most MAX_FAILURES_LIMIT.
-        unlimited = asked.max_failures < 0
-        failures = MAX_FAILURES_LIMIT if unlimited else min(asked.max_failures, MAX_FAILURES_LIMIT)
-        theirs = f"FailureConfig(max_failures={asked.max_failures})"
-        found.append(Wanted(path="max_failures", value=failures, theirs=theirs))
-    if asked.max_preemption_failures != ANY_PREEMPTIONS:
-        preemptions = min(asked.max_preemption_failures, MAX_PREEMPTIONS_LIMIT)
-        theirs = f"FailureConfig(max_preemption_failures={asked.max_preemption_failures})"
-        found.append(Wanted(path="max_preemptions", value=preemptions, theirs=theirs))
-    return found + _of_checkpoints(asked)
+        unlimited = trainer_settings.max_failures < 0
+        failures = MAX_FAILURES_LIMIT if unlimited else min(trainer_settings.max_failures, MAX_FAILURES_LIMIT)
+        theirs = f"FailureConfig(max_failures={trainer_settings.max_failures})"
+        found.append(RequestedField(path="max_failures", value=failures, theirs=theirs))
+    if trainer_settings.max_preemption_failures != ANY_PREEMPTIONS:
+        preemptions = min(trainer_settings.max_preemption_failures, MAX_PREEMPTIONS_LIMIT)
+        theirs = f"FailureConfig(max_preemption_failures={trainer_settings.max_preemption_failures})"
+        found.append(RequestedField(path="max_preemptions", value=preemptions, theirs=theirs))
+    return found + _of_checkpoints(trainer_settings)
 
 
 def settled(
-    asked: Asked, spec: TrainingSpec, lanes: int, device_of: Callable[[TrainingSpec], str], line: str
+    trainer_settings: TrainerSettings,
+    spec: TrainingSpec,
+    lanes: int,
+    device_of: Callable[[TrainingSpec], str],
+    line: str,
 ) -> tuple[dict[str, Any], TrainingSpec]:
     """Return the fields that the run takes from its script, and the specification with them.
 
@@ -246,7 +252,7 @@ def settled(
 
     Raises `InvalidArgument` that begins with `line` if no run can have these settings.
     """
-    wanted = [one for one in wanted_of(asked) if one.path in spec.left_open]
+    wanted = [one for one in requested_fields(trainer_settings) if one.path in spec.left_open]
     taken = {one.path: one.value for one in wanted if not one.needs_gpu}
     workers = taken.get("num_workers", spec.num_workers)
     if not workers:  # local mode has no workers to place
@@ -256,7 +262,8 @@ def settled(
         taken["lanes"] = lanes or default_lanes(min(workers, spec_rules.MAX_WORKERS))
         if lanes and workers > lanes:
             raise InvalidArgument(
-                f"{line}: {_scaling_text(asked)} is more than the {lanes} lanes that this job's first run began "
+                f"{line}: {_scaling_text(trainer_settings)} is more than the {lanes} lanes that this job's first "
+                "run began "
                 "with, and its "
                 f"rows keep their order; ask for at most {lanes} workers, or run the script as a job of its own",
                 reason="MORE_WORKERS_THAN_LANES",
@@ -274,106 +281,123 @@ def settled(
     return taken, settings
 
 
-def overridden(asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
+def overridden(trainer_settings: TrainerSettings, spec: TrainingSpec, *, use_gpu: bool) -> list[str]:
     """Return a sentence for each setting that `spec`, the run's, overrides. `use_gpu`: its workers have GPUs."""
-    sentences = [_difference(one, asked, spec, use_gpu=use_gpu) for one in wanted_of(asked)]
+    sentences = [
+        _difference(one, trainer_settings, spec, use_gpu=use_gpu) for one in requested_fields(trainer_settings)
+    ]
     sentences += [
         "ScalingConfig(use_gpu=True) asks for a GPU for each worker, and the job's workers have none: they compute on "
         "CPUs"
-        if asked.use_gpu and not use_gpu
+        if trainer_settings.use_gpu and not use_gpu
         else "",
-        "the job's workers have GPUs, without ScalingConfig(use_gpu=True)" if use_gpu and not asked.use_gpu else "",
-        f"RunConfig(storage_path={asked.storage_path!r}) is not used: checkpoints are in the job's own registry"
-        if asked.storage_path
+        "the job's workers have GPUs, without ScalingConfig(use_gpu=True)"
+        if use_gpu and not trainer_settings.use_gpu
         else "",
-        f"TorchConfig(backend={asked.backend!r}) is not used: workers talk by {GLOO} or {NCCL}"
-        if asked.backend and asked.backend not in BACKENDS
+        f"RunConfig(storage_path={trainer_settings.storage_path!r}) is not used: checkpoints are in the job's own "
+        "registry"
+        if trainer_settings.storage_path
         else "",
-        f"RunConfig(callbacks=...) is not used: {asked.callbacks} callbacks are not called" if asked.callbacks else "",
+        f"TorchConfig(backend={trainer_settings.backend!r}) is not used: workers talk by {GLOO} or {NCCL}"
+        if trainer_settings.backend and trainer_settings.backend not in BACKENDS
+        else "",
+        f"RunConfig(callbacks=...) is not used: {trainer_settings.callbacks} callbacks are not called"
+        if trainer_settings.callbacks
+        else "",
         "RunConfig(worker_runtime_env=...) is not used: workers have the job's bundle and the installed packages"
-        if asked.has_worker_environment
+        if trainer_settings.has_worker_environment
         else "",
         "TorchTrainer(validation_config=...) is not used: validate in the training function"
-        if asked.has_validation
+        if trainer_settings.has_validation
         else "",
     ]
-    sentences += [f"{one} is not used: a job has no such setting" for one in asked.others]
-    sentences += _resources(asked, spec.placement.resources_per_worker)
+    sentences += [f"{one} is not used: a job has no such setting" for one in trainer_settings.others]
+    sentences += _resources(trainer_settings, spec.placement.resources_per_worker)
     sentences += [
         f"train_loop_config[{key!r}] is {ours}, by the job's configuration, and not {theirs}"
-        for key, (theirs, ours) in sorted(asked.config.items())
+        for key, (theirs, ours) in sorted(trainer_settings.config.items())
     ]
     return list(dict.fromkeys(sentence for sentence in sentences if sentence))
 
 
-def _of_workers(asked: Asked) -> list[Wanted]:
-    resources = {name: amount for name, amount in asked.resources_per_worker.items() if amount}
+def _of_workers(trainer_settings: TrainerSettings) -> list[RequestedField]:
+    resources = {name: amount for name, amount in trainer_settings.resources_per_worker.items() if amount}
     found = [
         # A specification that leaves it open means 1, as Ray does, if the cluster has GPUs.
         # Another number of GPUs asks for GPUs no more than 1 does: without any in the cluster the workers use CPUs.
-        Wanted(
+        RequestedField(
             path="placement.gpus_per_worker",
             value=gpus,
-            theirs=f"ScalingConfig(use_gpu={asked.use_gpu})",
-            needs_gpu=asked.use_gpu,
+            theirs=f"ScalingConfig(use_gpu={trainer_settings.use_gpu})",
+            needs_gpu=trainer_settings.use_gpu,
         )
-        for gpus in [float(resources.get("GPU", 1.0)) if asked.use_gpu else 0.0]
+        for gpus in [float(resources.get("GPU", 1.0)) if trainer_settings.use_gpu else 0.0]
         if gpus != 1.0
     ]
     if "CPU" in resources:
         theirs = f"ScalingConfig(resources_per_worker={{'CPU': {resources['CPU']:g}}})"
-        found.append(Wanted(path="placement.cpus_per_worker", value=float(resources["CPU"]), theirs=theirs))
+        found.append(RequestedField(path="placement.cpus_per_worker", value=float(resources["CPU"]), theirs=theirs))
     if further := {name: amount for name, amount in resources.items() if not _has_field(name)}:
         theirs = f"ScalingConfig(resources_per_worker={further})"
-        found.append(Wanted(path="placement.resources_per_worker", value=further, theirs=theirs))
-    if accelerator := accelerator_of(asked):
+        found.append(RequestedField(path="placement.resources_per_worker", value=further, theirs=theirs))
+    if accelerator := accelerator_of(trainer_settings):
         theirs = f"ScalingConfig(accelerator_type={accelerator!r})"
-        found.append(Wanted(path="placement.accelerator_type", value=accelerator, theirs=theirs, needs_gpu=True))
-    if asked.placement_strategy != PACK:
-        theirs = f"ScalingConfig(placement_strategy={asked.placement_strategy!r})"
-        found.append(Wanted(path="placement.strategy", value=asked.placement_strategy, theirs=theirs))
-    if asked.backend in BACKENDS:
-        theirs = f"TorchConfig(backend={asked.backend!r})"
-        needs_gpu = asked.backend == NCCL
-        found.append(Wanted(path="placement.backend", value=asked.backend, theirs=theirs, needs_gpu=needs_gpu))
-    if asked.timeout_s != DEFAULT_TIMEOUT_S:
-        theirs = f"TorchConfig(timeout_s={asked.timeout_s:g})"
-        found.append(Wanted(path="placement.timeout_s", value=float(asked.timeout_s), theirs=theirs))
+        found.append(
+            RequestedField(path="placement.accelerator_type", value=accelerator, theirs=theirs, needs_gpu=True)
+        )
+    if trainer_settings.placement_strategy != PACK:
+        theirs = f"ScalingConfig(placement_strategy={trainer_settings.placement_strategy!r})"
+        found.append(
+            RequestedField(path="placement.strategy", value=trainer_settings.placement_strategy, theirs=theirs)
+        )
+    if trainer_settings.backend in BACKENDS:
+        theirs = f"TorchConfig(backend={trainer_settings.backend!r})"
+        needs_gpu = trainer_settings.backend == NCCL
+        found.append(
+            RequestedField(path="placement.backend", value=trainer_settings.backend, theirs=theirs, needs_gpu=needs_gpu)
+        )
+    if trainer_settings.timeout_s != DEFAULT_TIMEOUT_S:
+        theirs = f"TorchConfig(timeout_s={trainer_settings.timeout_s:g})"
+        found.append(RequestedField(path="placement.timeout_s", value=float(trainer_settings.timeout_s), theirs=theirs))
     return found
 
 
-def _of_checkpoints(asked: Asked) -> list[Wanted]:
+def _of_checkpoints(trainer_settings: TrainerSettings) -> list[RequestedField]:
     """Return the checkpoint settings.
 
     Ray keeps the newest checkpoint and the best `num_to_keep`, or without a score the newest `num_to_keep`.
     """
-    keep, score = asked.num_to_keep, asked.score_attribute
+    keep, score = trainer_settings.num_to_keep, trainer_settings.score_attribute
     kept = f"CheckpointConfig(num_to_keep={keep})"
     found = []
     if keep is not None:
-        found.append(Wanted(path="checkpoints.keep_newest", value=1 if score else keep, theirs=kept))
+        found.append(RequestedField(path="checkpoints.keep_newest", value=1 if score else keep, theirs=kept))
     if keep is not None and score:
-        found.append(Wanted(path="checkpoints.keep_best", value=keep, theirs=kept))
+        found.append(RequestedField(path="checkpoints.keep_best", value=keep, theirs=kept))
     if score:
         theirs = f"CheckpointConfig(checkpoint_score_attribute={score!r})"
-        found.append(Wanted(path="checkpoints.best_metric", value=score, theirs=theirs))
-        theirs = f"CheckpointConfig(checkpoint_score_order={asked.score_order!r})"
-        found.append(Wanted(path="checkpoints.maximize", value=asked.score_order == "max", theirs=theirs))
+        found.append(RequestedField(path="checkpoints.best_metric", value=score, theirs=theirs))
+        theirs = f"CheckpointConfig(checkpoint_score_order={trainer_settings.score_order!r})"
+        found.append(
+            RequestedField(path="checkpoints.maximize", value=trainer_settings.score_order == "max", theirs=theirs)
+        )
     return found
 
 
-def accelerator_of(asked: Asked) -> str:
-    marks = [name.removeprefix(ACCELERATOR) for name in asked.resources_per_worker if name.startswith(ACCELERATOR)]
-    return asked.accelerator_type or next(iter(marks), "")
+def accelerator_of(trainer_settings: TrainerSettings) -> str:
+    marks = [
+        name.removeprefix(ACCELERATOR) for name in trainer_settings.resources_per_worker if name.startswith(ACCELERATOR)
+    ]
+    return trainer_settings.accelerator_type or next(iter(marks), "")
 
 
-def _difference(wanted: Wanted, asked: Asked, spec: TrainingSpec, *, use_gpu: bool) -> str:
+def _difference(wanted: RequestedField, trainer_settings: TrainerSettings, spec: TrainingSpec, *, use_gpu: bool) -> str:
     """Return a sentence if the run's value differs from the script's."""
     parent, _, name = wanted.path.rpartition(".")
     value = getattr(getattr(spec, parent) if parent else spec, name)
     if value == wanted.value or wanted.path in ("placement.gpus_per_worker", "placement.resources_per_worker"):
         return ""  # both have their own sentences
-    if wanted.path == "min_workers" and spec.num_workers != asked.max_workers:
+    if wanted.path == "min_workers" and spec.num_workers != trainer_settings.max_workers:
         return ""  # the sentence on `num_workers` names the same argument
     if wanted.path == "placement.backend" and wanted.needs_gpu and not use_gpu:
         return f"{wanted.theirs} is not used: the workers have no GPUs, and talk by {value or GLOO}"
@@ -391,8 +415,8 @@ def _shown(path: str) -> str:
     return {"placement.timeout_s": "placement.timeout", "checkpoints.maximize": "checkpoints.order"}.get(path, path)
 
 
-def _scaling_text(asked: Asked) -> str:
-    return f"ScalingConfig(num_workers={_workers(asked.num_workers)})"
+def _scaling_text(trainer_settings: TrainerSettings) -> str:
+    return f"ScalingConfig(num_workers={_workers(trainer_settings.num_workers)})"
 
 
 def _workers(number: int | list[int]) -> str:
@@ -403,11 +427,11 @@ def _has_field(resource: str) -> bool:
     return resource in ("CPU", "GPU") or resource.startswith(ACCELERATOR)
 
 
-def _resources(asked: Asked, given: Mapping[str, float]) -> list[str]:
+def _resources(trainer_settings: TrainerSettings, given: Mapping[str, float]) -> list[str]:
     """Return sentences for resources that have no field of their own."""
     left = {
         name: amount
-        for name, amount in asked.resources_per_worker.items()
+        for name, amount in trainer_settings.resources_per_worker.items()
         if amount and not _has_field(name) and given.get(name) != amount
     }
     sentence = f"ScalingConfig(resources_per_worker={left}) is not used: the job's placement says what workers need"

@@ -348,7 +348,7 @@ class StoredVersions:
         check_not_deleted(self._store, version)
 
 
-class AskedVersions:
+class RemoteVersions:
     """Versions that the attempt locates."""
 
     def __init__(self, store: RankStore, line: Line) -> None:
@@ -381,4 +381,4 @@ def open_rank_store(url: str, line: Line) -> tuple[RankStore, Versions]:
         store = open_store(StoreSettings(url=url))
         return store, StoredVersions(store)
     signed = SignedStore(line.ask, line.note_progress)
-    return signed, AskedVersions(signed, line)
+    return signed, RemoteVersions(signed, line)

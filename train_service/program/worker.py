@@ -131,8 +131,8 @@ def run_program(
 
     Returns once the function has returned and all its reports are committed, or once it was stopped at a report. Raises
     `Internal` for an error of the function. `local`: the rank is no worker of Ray Train, and passes `KeyboardInterrupt`
-    through. `ranks_of_node` share the node's memory. A process that is also the attempt has `end_process` called if its
-    memory is full.
+    through. `ranks_of_node` is the number of ranks on this node, which share its memory. A process that is also the
+    attempt has `end_process` called if its memory is full.
     """
     torch.set_num_threads(config.spec.threads_per_worker)
     with contextlib.ExitStack() as stack:

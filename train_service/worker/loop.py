@@ -38,7 +38,7 @@ from train_service.domain.watchdog import Phase
 from train_service.learning.learner import BaseLearner, Learner
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import DeviceBatches, DeviceTransform, PendingSum, Ranks, set_up_device
-from train_service.loading.loader import Batch, Batches, Loader, RowCache
+from train_service.loading.loader import Batch, Loader, LoaderFactory, RowCache
 from train_service.records.event_log import (
     CANCEL,
     GO_ON,
@@ -92,7 +92,8 @@ def train_loop(
     """Run the whole life of one rank.
 
     Returns when the run is complete or was asked to stop; the job's log says which. Raises `Internal` for an error of
-    the training, see `as_reported`. `node_id` is Ray's, empty without Ray. `ranks_of_node` share the node's memory.
+    the training, see `as_reported`. `node_id` is Ray's, empty without Ray. `ranks_of_node` is the number of ranks on
+    this node, which share its memory.
 
     The code of a user's own model may fill the memory. Then `end_process` is called with the error, in another thread.
     Without it, the attempt is sent the error and this process is killed. Such a process, a worker of Ray's, also bounds
@@ -223,8 +224,8 @@ class Run:
         self._version = retry_on_outage(
             lambda: load_version(self._store, self._spec.dataset_version), "the dataset version"
         )
-        self._batches = Batches(self._store, self._version, self._spec)
-        self._preprocessing = self._batches.preprocessing
+        self._loader_factory = LoaderFactory(self._store, self._version, self._spec)
+        self._preprocessing = self._loader_factory.preprocessing
         self._loader = self._build_loader()
         kind = OwnStepLearner if self._spec.model.is_step else Learner
         self._learner: BaseLearner = kind(
@@ -252,7 +253,7 @@ class Run:
                 stack.enter_context(reporter)
             # Entered last and so left first: a pending checkpoint is committed and reported however the run ends.
             saving = stack.enter_context(self._checkpointing(reporter))
-            first_step, self._history = saving.begin()
+            first_step, self._history = saving.restore()
             self._scale_target()
             log = None
             if reporter is not None:
@@ -263,7 +264,7 @@ class Run:
     def _scale_target(self) -> None:
         """Fit the scaling of the target, unless a checkpoint brought it."""
         if self._spec.target_scaling == STANDARD and self._learner.target_scaling is None:
-            labels = self._batches.labels(self._heartbeat.note_progress)
+            labels = self._loader_factory.labels(self._heartbeat.note_progress)
             outputs = self._spec.model.num_classes
             self._learner.target_scaling = fit_target_scaling(labels, outputs, self._ranks)
             logger.info("the target is scaled by %s", self._learner.target_scaling)
@@ -286,11 +287,11 @@ class Run:
                 stop = GO_ON
                 if pending is not None:
                     report = pending.result()
-                    saving.clock.heard(report.checkpoint_requested)
+                    saving.trigger.receive_sum(report.checkpoint_requested)
                     meter.add(report)
                     stop = report.stop_reason
                 # The sum is read after the next step, so that no step waits for it.
-                request, reason = (saving.clock.ask(), reporter.stop_reason) if reporter else (0.0, GO_ON)
+                request, reason = (saving.trigger.request(), reporter.stop_reason) if reporter else (0.0, GO_ON)
                 pending = PendingReport(self._ranks, local, waited_s, checkpoint_requested=request, stop_reason=reason)
                 meter.done(self._taken(batch, saving.stalled_s - stalled_s))
                 stalled_s = saving.stalled_s
@@ -307,7 +308,7 @@ class Run:
         if pending is not None:
             meter.add(pending.result())
         saving.wait()
-        saving.tidy()
+        saving.delete_unreferenced_coverage()
 
     def _after_step(
         self,
@@ -331,7 +332,7 @@ class Run:
             if log is not None and metrics:
                 log.add(done, batch.epoch, metrics)
         over = done == self._loader.total_steps or (epoch_done and self._learner.should_stop(self._history))
-        if pausing or epoch_done or saving.clock.due(done):
+        if pausing or epoch_done or saving.trigger.due(done):
             self._heartbeat.at(done, Phase.SAVING)
             # Read the sum now, so that the step's metrics are durable with its weights. The ranks wait here anyway.
             meter.add(pending.result())
@@ -339,7 +340,7 @@ class Run:
         return over
 
     def _validate(self, epoch: int, step: int, reporter: Reporter | None) -> dict[str, float]:
-        cache = self._batches.cache(self._spec.validation_split, self._heartbeat.note_progress)
+        cache = self._loader_factory.cache(self._spec.validation_split, self._heartbeat.note_progress)
         # The first validation may compile the model for its own shapes.
         starting = self._spec.compile and not self._validated
         self._heartbeat.at(step, Phase.STARTING if starting else Phase.TRAINING)
@@ -380,7 +381,7 @@ class Run:
             preprocessing=self._preprocessing,
             steps_per_epoch=self._loader.steps_per_epoch,
             total_steps=self._loader.total_steps,
-            nan_counts=self._nan_counts() if self._ranks.rank == 0 else None,  # only rank 0 writes the checkpoints
+            nan_counts=self._nan_counts() if self._ranks.rank == 0 else None,  # only rank 0 writes the manifest
         )
         return Checkpointing(self._store, lineage, self._ranks, self._learner, reporter, self._heartbeat.note_progress)
 
@@ -405,11 +406,11 @@ class Run:
         if spec.ingest == RAY_DATA:
             from train_service.loading.cluster_loader import ClusterLoader  # ray.data takes seconds to import
 
-            cache = self._batches.cache(spec.train_split, note_progress)
-            plan = self._batches.plan(ranks.rank, ranks.world_size)
+            cache = self._loader_factory.cache(spec.train_split, note_progress)
+            plan = self._loader_factory.plan(ranks.rank, ranks.world_size)
             run = run_name(self._config, ranks.rank)
             return ClusterLoader(cache, self._preprocessing, plan, spec, self._config.store, run=run)
-        return self._batches.loader(ranks.rank, ranks.world_size, note_progress, for_device=True)
+        return self._loader_factory.loader(ranks.rank, ranks.world_size, note_progress, for_device=True)
 
 
 def run_name(config: LoopConfig, rank: int) -> str:
@@ -426,7 +427,7 @@ class StepReport:
 
     # The sums that `Learner.step` returned, added over all ranks.
     sums: list[float]
-    # Rank 0's requests: see `CheckpointClock.ask` and `Reporter.stop_reason`.
+    # Rank 0's requests: see `CheckpointTrigger.request` and `Reporter.stop_reason`.
     checkpoint_requested: float
     stop_reason: int
     # Seconds that the slowest rank waited for its rows. All ranks wait as long, because their sums wait for that rank.
@@ -661,7 +662,7 @@ def fit_target_scaling(labels: RowCache, outputs: int, ranks: Ranks) -> TargetSc
 # --- Entry of a worker of Ray Train ---
 
 
-def work(config: dict[str, Any]) -> None:
+def train_loop_per_worker(config: dict[str, Any]) -> None:
     """Run a worker of Ray Train. `config["loop"]` is the attempt's `LoopConfig`."""
     # Imported here, because a run without Ray imports this module, too.
     import ray

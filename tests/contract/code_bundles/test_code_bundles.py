@@ -140,13 +140,13 @@ def test_a_deletion_that_was_begun_is_finished_by_the_sweep_and_by_a_push(store:
         store_bundle(store, FILES)
     with pytest.raises(Unavailable, match="is being deleted"):
         bundles.delete(bundle.name)
-    bundles.sweep()  # whoever began it may still be at it
+    bundles.collect()  # whoever began it may still be at it
     assert store.exists(f"{bundle.name}/bundle.tar")
     begin(1000)
     assert store_bundle(store, FILES).sha256 == bundle.sha256
     assert bundles.get(bundle.name).sha256 == bundle.sha256
     begin(1000)
-    bundles.sweep()
+    bundles.collect()
     assert list(store.list()) == []
 
 
@@ -155,10 +155,10 @@ def test_the_sweep_takes_away_what_died_uploads_left_and_leaves_bundles(
 ) -> None:
     bundle = store_bundle(store, FILES)
     store.put(f"codeBundles/{'a' * 64}/bundle.tar", b"half")
-    CodeBundles(store).sweep()
+    CodeBundles(store).collect()
     assert store.exists(f"codeBundles/{'a' * 64}/bundle.tar")
     monkeypatch.setattr(code_bundle_registry, "LEFT_OVER_AFTER_S", -60.0)
-    CodeBundles(store).sweep()
+    CodeBundles(store).collect()
     assert not store.exists(f"codeBundles/{'a' * 64}/bundle.tar")
     assert CodeBundles(store).get(bundle.name) == bundle
 

@@ -59,7 +59,7 @@ async def once(applications: ServeApplications, replicas: int) -> str:
     if not (await asyncio.to_thread(applications.statuses))[NAME].running:
         return "not running"
     try:
-        return type((await applications.describe(NAME, replicas))[1]).__name__
+        return type((await applications.open_model(NAME, replicas))[1]).__name__
     except Unavailable:
         return "too few"
     except (MillraceError, RayError) as error:

@@ -25,7 +25,7 @@ from shared.storage import ObjectStore, open_store
 from tests.support.process_states import stop_process
 from tests.support.ray_head import RayHead
 from tests.support.versions import commit_version, striped_digits
-from train_service.domain.order import SlicePlan
+from train_service.domain.order import BatchPlan
 from train_service.domain.spec import TrainingSpec
 from train_service.loading import cluster_loader
 from train_service.loading.cluster_loader import ClusterLoader
@@ -60,7 +60,7 @@ def both(store: ObjectStore, rank: int, world_size: int, spec: TrainingSpec = SP
     preprocessing = Preprocessing(spec, version.columns)
     reader, classes = VersionReader(store, version), spec.model.num_classes
     cache = RowCache(reader, "train", preprocessing.columns, "label", classes, 1 << 28)
-    plan = SlicePlan(5, LANES, spec.global_batch_size, spec.epochs, rank, world_size)
+    plan = BatchPlan(5, LANES, spec.global_batch_size, spec.epochs, rank, world_size)
     # Small pieces: steps lie across them, and a task makes many.
     cluster = ClusterLoader(cache, preprocessing, plan, spec, store.settings, piece_bytes=1 << 20, run="r")
     return Loader(cache, preprocessing, plan), cluster

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from data_service.datasets import OPERATION_PREFIXES, Datasets, record_operation
-from data_service.deletion import ORPHAN_GRACE_PERIOD_S, REQUEST_CLAIM_S, Deletions, Sweeper
+from data_service.deletion import ORPHAN_GRACE_PERIOD_S, REQUEST_CLAIM_S, Deletions, GarbageCollector
 from data_service.domain.dataset import Retention
 from data_service.reading import verify
 from shared.dataset_version import load_version
@@ -33,20 +33,20 @@ DATASET = "datasets/d"
 VERSION = f"{DATASET}/versions/v1"
 
 
-class Sweeping:
+class Collecting:
     """A sweeper with a clock of its own, that writes down what it is told of uploads."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.now = time.time()
         self.datasets = Datasets(store)
         self.jobs = Jobs(store, IMPORT_KIND)
-        self.swept_uploads: list[float] = []
+        self.collected_uploads: list[float] = []
         self.deleted_uploads: list[str] = []
-        self.sweeper = Sweeper(
+        self.garbage_collector = GarbageCollector(
             store,
             self.datasets,
             Deletions(store, self.jobs, lambda: self.now),
-            sweep_uploads=self.swept_uploads.append,
+            collect_uploads=self.collected_uploads.append,
             delete_uploads=lambda name, _uid: self.deleted_uploads.append(name),
             clock=lambda: self.now,
         )
@@ -67,8 +67,8 @@ class Sweeping:
 
 
 @pytest.fixture
-def sweeping(store: ObjectStore) -> Sweeping:
-    return Sweeping(store)
+def collecting(store: ObjectStore) -> Collecting:
+    return Collecting(store)
 
 
 def commit(store: ObjectStore, name: str = VERSION) -> None:
@@ -97,18 +97,18 @@ def keys_read(store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return read
 
 
-def test_attempts_that_lost_go_and_the_committed_one_stays(store: ObjectStore, sweeping: Sweeping) -> None:
+def test_attempts_that_lost_go_and_the_committed_one_stays(store: ObjectStore, collecting: Collecting) -> None:
     commit(store)
     committed = attempts(store)
     store.put(f"{VERSION}/data/a00001-lost/train.parquet", b"x")
     store.put(f"{VERSION}/data/a00007-zombie/manifest.json", b"x")
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert attempts(store) == committed
     load_version(store, VERSION)
 
 
 def test_of_a_committed_attempt_stays_what_its_manifest_names_and_nothing_else(
-    store: ObjectStore, sweeping: Sweeping
+    store: ObjectStore, collecting: Collecting
 ) -> None:
     folder = commit_with_quarantine(store, VERSION, b"{}\n")
     named = {info.key for info in store.list(folder)}
@@ -116,44 +116,44 @@ def test_of_a_committed_attempt_stays_what_its_manifest_names_and_nothing_else(
     for left in ("begun/0-abc", "part-of-nothing.parquet", "report.json.bak"):
         store.put(f"{folder}/{left}", b"x")
 
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert {info.key for info in store.list(folder)} > named, "it may still be at its last act"
-    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
+    collecting.now += ORPHAN_GRACE_PERIOD_S + 60
     for _ in range(2):
-        sweeping.sweeper.sweep()
+        collecting.garbage_collector.collect()
         assert {info.key for info in store.list(folder)} == named
     assert not [one.damages for one in verify(store, load_version(store, VERSION)) if one.damages]
 
 
 def test_the_pages_of_a_manifest_stay_and_their_files_too(
-    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, collecting: Collecting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_versions_paged(monkeypatch, file_bytes=1000)
     folder = commit_with_quarantine(store, VERSION, b"{}\n")
     named = {info.key for info in store.list(folder)}
     assert f"{folder}/{page_path(0, 0)}" in named
     store.put(f"{folder}/{page_path(7, 0)}", b"x")
-    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
-    sweeping.sweeper.sweep()
+    collecting.now += ORPHAN_GRACE_PERIOD_S + 60
+    collecting.garbage_collector.collect()
     assert {info.key for info in store.list(folder)} == named
 
 
 def test_where_a_page_is_damaged_nothing_of_the_attempt_goes(
-    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, collecting: Collecting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_versions_paged(monkeypatch, file_bytes=1000)
     folder = commit_with_quarantine(store, VERSION, b"{}\n")
     store.put(f"{folder}/{page_path(0, 0)}", b"x")
     store.put(f"{folder}/begun/0-abc", b"")
     before = {info.key for info in store.list(folder)}
-    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
-    sweeping.sweeper.sweep()
+    collecting.now += ORPHAN_GRACE_PERIOD_S + 60
+    collecting.garbage_collector.collect()
     assert {info.key for info in store.list(folder)} == before
 
 
 @pytest.mark.parametrize("manifest", [b"{}", None], ids=["damaged", "gone"])
 def test_where_the_manifest_is_not_what_was_committed_nothing_of_the_attempt_goes(
-    store: ObjectStore, sweeping: Sweeping, manifest: bytes | None
+    store: ObjectStore, collecting: Collecting, manifest: bytes | None
 ) -> None:
     folder = commit_with_quarantine(store, VERSION, b"{}\n")
     store.put(f"{folder}/begun/0-abc", b"")
@@ -162,42 +162,42 @@ def test_where_the_manifest_is_not_what_was_committed_nothing_of_the_attempt_goe
     else:
         store.put(f"{folder}/manifest.json", manifest)
     before = {info.key for info in store.list(folder)}
-    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
-    sweeping.sweeper.sweep()
+    collecting.now += ORPHAN_GRACE_PERIOD_S + 60
+    collecting.garbage_collector.collect()
     assert {info.key for info in store.list(folder)} == before
 
 
 def test_a_committed_attempt_is_looked_through_until_nobody_can_be_writing_there(
-    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, collecting: Collecting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(store)
     read = keys_read(store, monkeypatch)
     counts = []
     for passed_s in (0.0, ORPHAN_GRACE_PERIOD_S + 60, 0.0, ORPHAN_GRACE_PERIOD_S):
-        sweeping.now += passed_s
-        sweeping.sweeper.sweep()
+        collecting.now += passed_s
+        collecting.garbage_collector.collect()
         counts.append(sum(key.endswith("/manifest.json") for key in read))
     assert counts == [1, 2, 2, 2]
 
 
 def test_a_file_that_is_young_when_its_folder_is_looked_through_goes_at_a_later_pass(
-    store: ObjectStore, sweeping: Sweeping, file_store: StoreSettings
+    store: ObjectStore, collecting: Collecting, file_store: StoreSettings
 ) -> None:
     folder = commit_with_quarantine(store, VERSION, b"{}\n")
     named = {info.key for info in store.list(folder)}
-    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
+    collecting.now += ORPHAN_GRACE_PERIOD_S + 60
     store.put(f"{folder}/late.parquet", b"x")
-    os.utime(Path(urlsplit(file_store.url).path) / folder / "late.parquet", (sweeping.now, sweeping.now))
-    sweeping.sweeper.sweep()
+    os.utime(Path(urlsplit(file_store.url).path) / folder / "late.parquet", (collecting.now, collecting.now))
+    collecting.garbage_collector.collect()
     assert {info.key for info in store.list(folder)} > named
 
-    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
-    sweeping.sweeper.sweep()
+    collecting.now += ORPHAN_GRACE_PERIOD_S + 60
+    collecting.garbage_collector.collect()
     assert {info.key for info in store.list(folder)} == named
 
 
 def test_files_that_killed_writers_never_finished_go_after_a_while(
-    store: ObjectStore, sweeping: Sweeping, file_store: StoreSettings
+    store: ObjectStore, collecting: Collecting, file_store: StoreSettings
 ) -> None:
     root = Path(urlsplit(file_store.url).path)
     commit(store)
@@ -208,86 +208,86 @@ def test_files_that_killed_writers_never_finished_go_after_a_while(
     for path in torn:
         path.parent.mkdir(parents=True)
         path.write_bytes(b"half")
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert all(path.exists() for path in torn)
-    sweeping.now += ORPHAN_GRACE_PERIOD_S + 60
-    sweeping.sweeper.sweep()
+    collecting.now += ORPHAN_GRACE_PERIOD_S + 60
+    collecting.garbage_collector.collect()
     assert not any(path.exists() for path in torn)
     load_version(store, VERSION)
 
 
-def test_of_a_version_that_failed_nothing_stays(store: ObjectStore, sweeping: Sweeping) -> None:
-    running(sweeping.jobs, VERSION)
+def test_of_a_version_that_failed_nothing_stays(store: ObjectStore, collecting: Collecting) -> None:
+    running(collecting.jobs, VERSION)
     store.put(f"{VERSION}/data/a00001-x/train.parquet", b"x")
-    sweeping.jobs.transition(VERSION, lambda newest: fail(newest, NotFound("x"), 1.0), attempt=1)
-    sweeping.sweeper.sweep()
+    collecting.jobs.transition(VERSION, lambda newest: fail(newest, NotFound("x"), 1.0), attempt=1)
+    collecting.garbage_collector.collect()
     assert attempts(store) == []
 
 
-def test_a_version_that_is_being_made_is_left_alone(store: ObjectStore, sweeping: Sweeping) -> None:
-    running(sweeping.jobs, VERSION)
+def test_a_version_that_is_being_made_is_left_alone(store: ObjectStore, collecting: Collecting) -> None:
+    running(collecting.jobs, VERSION)
     store.put(f"{VERSION}/data/a00001-x/train.parquet", b"x")
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert attempts(store) == ["a00001-x"]
 
 
-def test_a_deletion_that_was_left_half_way_is_finished(store: ObjectStore, sweeping: Sweeping) -> None:
+def test_a_deletion_that_was_left_half_way_is_finished(store: ObjectStore, collecting: Collecting) -> None:
     commit(store)
-    sweeping.jobs.transition(VERSION, lambda newest: request_delete(newest, newest.update_time))
-    sweeping.sweeper.sweep()
-    assert sweeping.jobs.find(VERSION) is None
+    collecting.jobs.transition(VERSION, lambda newest: request_delete(newest, newest.update_time))
+    collecting.garbage_collector.collect()
+    assert collecting.jobs.find(VERSION) is None
     assert attempts(store) == []
 
 
-def test_what_a_zombie_writes_into_a_deleted_version_goes(store: ObjectStore, sweeping: Sweeping) -> None:
+def test_what_a_zombie_writes_into_a_deleted_version_goes(store: ObjectStore, collecting: Collecting) -> None:
     commit(store)
-    Deletions(store, sweeping.jobs).delete(VERSION)
+    Deletions(store, collecting.jobs).delete(VERSION)
     store.put(f"{VERSION}/data/a00001-late/train.parquet", b"x")
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert attempts(store) == []
 
 
-def test_retention_takes_the_old_and_spares_the_used_and_the_newest(store: ObjectStore, sweeping: Sweeping) -> None:
-    sweeping.create_dataset(Retention(max_age_s=3600))
+def test_retention_takes_the_old_and_spares_the_used_and_the_newest(store: ObjectStore, collecting: Collecting) -> None:
+    collecting.create_dataset(Retention(max_age_s=3600))
     for number in (1, 2, 3):
         commit(store, f"{DATASET}/versions/v{number}")
     mark_used(store, VERSION, "deploy", "m", "deployments/m", is_job=False)
-    sweeping.sweeper.sweep()
-    assert len(sweeping.datasets.version_names(DATASET)) == 3
-    sweeping.now += 2 * 3600
-    sweeping.sweeper.sweep()
-    assert sweeping.datasets.version_names(DATASET) == [VERSION, f"{DATASET}/versions/v3"]
+    collecting.garbage_collector.collect()
+    assert len(collecting.datasets.version_names(DATASET)) == 3
+    collecting.now += 2 * 3600
+    collecting.garbage_collector.collect()
+    assert collecting.datasets.version_names(DATASET) == [VERSION, f"{DATASET}/versions/v3"]
 
 
-def test_markers_of_users_that_ended_or_never_came_go(store: ObjectStore, sweeping: Sweeping) -> None:
+def test_markers_of_users_that_ended_or_never_came_go(store: ObjectStore, collecting: Collecting) -> None:
     commit(store)
     jobs = Jobs(store, "train")
-    mark_used(store, VERSION, "train", "ended", "trainingJobs/ended", now=sweeping.now - 60)
+    mark_used(store, VERSION, "train", "ended", "trainingJobs/ended", now=collecting.now - 60)
     jobs.create(
         "trainingJobs/ended",
         JobRecord(uid="ended", name="trainingJobs/ended", spec={}, create_time=0.0, update_time=0.0),
     )
-    jobs.transition("trainingJobs/ended", lambda newest: fail(newest, NotFound("x"), sweeping.now))
-    mark_used(store, VERSION, "train", "never", "trainingJobs/never", now=sweeping.now - 3600)
-    mark_used(store, VERSION, "train", "coming", "trainingJobs/coming", now=sweeping.now)
-    mark_used(store, VERSION, "deploy", "m", "deployments/m", is_job=False, now=sweeping.now - 3600)
-    sweeping.sweeper.sweep()
+    jobs.transition("trainingJobs/ended", lambda newest: fail(newest, NotFound("x"), collecting.now))
+    mark_used(store, VERSION, "train", "never", "trainingJobs/never", now=collecting.now - 3600)
+    mark_used(store, VERSION, "train", "coming", "trainingJobs/coming", now=collecting.now)
+    mark_used(store, VERSION, "deploy", "m", "deployments/m", is_job=False, now=collecting.now - 3600)
+    collecting.garbage_collector.collect()
     left = sorted(info.key.rsplit("/", 1)[-1] for info in store.list(f"{VERSION}/users"))
     assert left == ["deploy-m.json", "train-coming.json"]
 
 
-def test_old_request_claims_go(store: ObjectStore, sweeping: Sweeping) -> None:
+def test_old_request_claims_go(store: ObjectStore, collecting: Collecting) -> None:
     store.put("requests/data/a.json", b"{}")
     store.put("requests/train/b.json", b"{}")
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert store.exists("requests/data/a.json")
-    sweeping.now += REQUEST_CLAIM_S + 60
-    sweeping.sweeper.sweep()
+    collecting.now += REQUEST_CLAIM_S + 60
+    collecting.garbage_collector.collect()
     assert [info.key for info in store.list("requests")] == ["requests/train/b.json"]
 
 
 def test_operations_whose_job_was_never_made_go(
-    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, collecting: Collecting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_service.deletion.OPERATIONS_A_PASS", 2)
 
@@ -298,101 +298,101 @@ def test_operations_whose_job_was_never_made_go(
 
     for uid, version, maker in (("a", "v1", "import"), ("b", "v2", "transform"), ("c", "v3", "predict")):
         job = operation(uid, version, maker)
-        sweeping.jobs.create(job.name, job)
+        collecting.jobs.create(job.name, job)
     for uid, version in (("d", "v4"), ("e", "v1")):
         operation(uid, version, "predict")
     store.put("operations/deploy-x/operation.json", b"{}")
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert len(operation_ids_after(store, OPERATION_PREFIXES, "", 100)) == 5
 
-    sweeping.now += REQUEST_CLAIM_S + 60
+    collecting.now += REQUEST_CLAIM_S + 60
     for _ in range(3):
-        sweeping.sweeper.sweep()
+        collecting.garbage_collector.collect()
     assert operation_ids_after(store, OPERATION_PREFIXES, "", 100) == ["import-a", "import-c", "transform-b"]
     assert store.exists("operations/deploy-x/operation.json")
 
 
 def test_an_operation_whose_job_was_found_is_not_read_again(
-    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, collecting: Collecting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(store)
-    record_operation(store, sweeping.jobs.get(VERSION, VERSION))
-    sweeping.now += REQUEST_CLAIM_S + 60
+    record_operation(store, collecting.jobs.get(VERSION, VERSION))
+    collecting.now += REQUEST_CLAIM_S + 60
     read = keys_read(store, monkeypatch)
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert [key for key in read if key.startswith("operations/")]
     read.clear()
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert not [key for key in read if key.startswith("operations/")]
 
-    Deletions(store, sweeping.jobs, lambda: sweeping.now).delete(VERSION)
-    sweeping.sweeper.sweep()
+    Deletions(store, collecting.jobs, lambda: collecting.now).delete(VERSION)
+    collecting.garbage_collector.collect()
     assert operation_ids_after(store, OPERATION_PREFIXES, "", 100) == []
 
 
-def test_uploads_are_swept_and_those_of_a_deleted_dataset_deleted(sweeping: Sweeping) -> None:
-    sweeping.create_dataset()
-    sweeping.sweeper.sweep()
-    assert sweeping.swept_uploads == [sweeping.now]
-    assert sweeping.deleted_uploads == []
-    sweeping.delete_dataset()
-    sweeping.sweeper.sweep()
-    assert sweeping.deleted_uploads == [DATASET]
+def test_uploads_are_swept_and_those_of_a_deleted_dataset_deleted(collecting: Collecting) -> None:
+    collecting.create_dataset()
+    collecting.garbage_collector.collect()
+    assert collecting.collected_uploads == [collecting.now]
+    assert collecting.deleted_uploads == []
+    collecting.delete_dataset()
+    collecting.garbage_collector.collect()
+    assert collecting.deleted_uploads == [DATASET]
 
 
-def test_a_deleted_dataset_in_which_there_is_a_version_exists_again(store: ObjectStore, sweeping: Sweeping) -> None:
-    sweeping.create_dataset()
-    sweeping.delete_dataset()
+def test_a_deleted_dataset_in_which_there_is_a_version_exists_again(store: ObjectStore, collecting: Collecting) -> None:
+    collecting.create_dataset()
+    collecting.delete_dataset()
     commit(store)
-    sweeping.sweeper.sweep()
-    assert sweeping.datasets.get(DATASET).name == DATASET
-    assert sweeping.deleted_uploads == []
+    collecting.garbage_collector.collect()
+    assert collecting.datasets.get(DATASET).name == DATASET
+    assert collecting.deleted_uploads == []
 
 
 def test_a_deleted_dataset_does_not_come_back_for_a_version_that_was_cancelled(
-    store: ObjectStore, sweeping: Sweeping
+    store: ObjectStore, collecting: Collecting
 ) -> None:
-    sweeping.create_dataset()
-    sweeping.delete_dataset()
+    collecting.create_dataset()
+    collecting.delete_dataset()
     jobs = Jobs(store, IMPORT_KIND)
     jobs.create(VERSION, JobRecord(uid="u1", name=VERSION, spec={"import": {}}, create_time=1.0, update_time=1.0))
     jobs.transition(VERSION, lambda job: confirm_cancel(request_cancel(job, 2.0), 2.0))
 
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
 
     with pytest.raises(NotFound):
-        sweeping.datasets.get(DATASET)
+        collecting.datasets.get(DATASET)
     assert jobs.find(VERSION) is None
 
 
-def test_a_deleted_dataset_waits_for_a_version_that_is_being_cancelled(sweeping: Sweeping) -> None:
+def test_a_deleted_dataset_waits_for_a_version_that_is_being_cancelled(collecting: Collecting) -> None:
     """It lost the race with the deletion; whether the cancel came in time only its attempt knows."""
-    sweeping.create_dataset()
-    sweeping.delete_dataset()
-    running(sweeping.jobs, VERSION)
-    sweeping.jobs.cancel(VERSION, VERSION)
-    sweeping.sweeper.sweep()
-    assert (last := sweeping.datasets.newest(DATASET))
+    collecting.create_dataset()
+    collecting.delete_dataset()
+    running(collecting.jobs, VERSION)
+    collecting.jobs.cancel(VERSION, VERSION)
+    collecting.garbage_collector.collect()
+    assert (last := collecting.datasets.newest(DATASET))
     assert last.deleted
-    assert sweeping.deleted_uploads == []
+    assert collecting.deleted_uploads == []
 
-    sweeping.jobs.transition(VERSION, lambda job: confirm_cancel(job, 2.0), attempt=1)
-    sweeping.sweeper.sweep()
-    assert (last := sweeping.datasets.newest(DATASET))
+    collecting.jobs.transition(VERSION, lambda job: confirm_cancel(job, 2.0), attempt=1)
+    collecting.garbage_collector.collect()
+    assert (last := collecting.datasets.newest(DATASET))
     assert last.deleted
-    assert sweeping.jobs.find(VERSION) is None
-    assert sweeping.deleted_uploads == [DATASET]
+    assert collecting.jobs.find(VERSION) is None
+    assert collecting.deleted_uploads == [DATASET]
 
 
-def test_one_damaged_log_does_not_stop_the_rest(store: ObjectStore, sweeping: Sweeping) -> None:
+def test_one_damaged_log_does_not_stop_the_rest(store: ObjectStore, collecting: Collecting) -> None:
     store.put(f"{DATASET}/versions/a/log/000000000001.json", b"not json")
     commit(store)
     store.put(f"{VERSION}/data/a00009-lost/x", b"x")
-    sweeping.sweeper.sweep()
+    collecting.garbage_collector.collect()
     assert len(attempts(store)) == 1
 
 
-def test_an_outage_ends_the_pass(store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_ends_the_pass(store: ObjectStore, collecting: Collecting, monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
 
     def fails(prefix: str) -> Any:
@@ -403,12 +403,12 @@ def test_an_outage_ends_the_pass(store: ObjectStore, sweeping: Sweeping, monkeyp
 
     monkeypatch.setattr(store, "folders", fails)
     with pytest.raises(Unavailable):
-        sweeping.sweeper.sweep()
+        collecting.garbage_collector.collect()
     assert looked == ["datasets", "datasets/d/versions"]
 
 
 def test_a_pass_is_bounded_and_the_next_goes_on_behind_it(
-    store: ObjectStore, sweeping: Sweeping, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, collecting: Collecting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("data_service.deletion.VERSIONS_A_PASS", 2)
     names = [f"datasets/{dataset}/versions/v{number}" for dataset in "abc" for number in (1, 2)]
@@ -417,7 +417,7 @@ def test_a_pass_is_bounded_and_the_next_goes_on_behind_it(
         store.put(f"{name}/data/a00009-lost/x", b"x")
     left = []
     for _ in range(3):
-        sweeping.sweeper.sweep()
+        collecting.garbage_collector.collect()
         left.append(sum(len(attempts(store, name)) - 1 for name in names))
     assert left == [4, 2, 0]
 
@@ -430,7 +430,7 @@ def test_sweepers_at_the_same_time_do_no_harm(store: ObjectStore) -> None:
     doomed = f"{DATASET}/versions/v4"
     Jobs(store, IMPORT_KIND).transition(doomed, lambda newest: request_delete(newest, newest.update_time))
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: Sweeping(store).sweeper.sweep(), range(4)))
+        list(pool.map(lambda _: Collecting(store).garbage_collector.collect(), range(4)))
     assert Datasets(store).version_names(DATASET) == [f"{DATASET}/versions/v{number}" for number in (1, 2, 3)]
     for name in Datasets(store).version_names(DATASET):
         load_version(store, name)

@@ -20,9 +20,9 @@ from data_service.parallel import (
     TASK,
     Begun,
     CapacityWatch,
-    IdleWorkers,
     PartsTask,
     Pool,
+    StandbyWorkers,
     _lost,
     grouped,
     paged,
@@ -207,8 +207,8 @@ def test_results_that_ray_loses_are_missed(store: ObjectStore, monkeypatch: pyte
     monkeypatch.setattr("shared.ray_data_stream.DatasetStream", Ended)
     monkeypatch.setattr(parallel, "_dataset", lambda *_: None)
     monkeypatch.setattr(parallel, "_cpus", lambda: 2)
-    monkeypatch.setattr(parallel, "WAITING", IdleWorkers())
-    monkeypatch.setattr(IdleWorkers, "take", lambda *_: None)
+    monkeypatch.setattr(parallel, "STANDBY_WORKERS", StandbyWorkers())
+    monkeypatch.setattr(StandbyWorkers, "start_for", lambda *_: None)
     context: Any = SimpleNamespace(store=store, raise_if_stopped=lambda: None)
     results = parallel.run_on_ray(context, "f", str, [PART, replace(PART, number=4)], foreign_code=False)
 

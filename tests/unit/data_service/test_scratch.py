@@ -78,17 +78,17 @@ def test_a_folder_that_another_process_swept_before_it_was_owned_is_made_anew(
 ) -> None:
     module: Any = {"open": os, "flock": fcntl}[when]
     real: Callable[..., object] = getattr(module, when)
-    swept: list[str] = []
+    collected: list[str] = []
 
-    def sweep_first(*given: object, **named: object) -> object:
+    def collect_first(*given: object, **named: object) -> object:
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-            if not swept:
-                swept.append(str(folder))
+            if not collected:
+                collected.append(str(folder))
                 folder.rmdir()
         return real(*given, **named)
 
-    monkeypatch.setattr(module, when, sweep_first)
+    monkeypatch.setattr(module, when, collect_first)
     with scratch_folder() as folder:
         assert folder.exists()
-        assert swept
-        assert str(folder) not in swept
+        assert collected
+        assert str(folder) not in collected

@@ -10,7 +10,7 @@ import pytest
 from data_service import deletion, version_jobs
 from data_service.convert import version_message
 from data_service.datasets import Datasets, IndexedVersion, Versions
-from data_service.deletion import ORPHAN_GRACE_PERIOD_S, Deletions, Sweeper
+from data_service.deletion import ORPHAN_GRACE_PERIOD_S, Deletions, GarbageCollector
 from data_service.domain.dataset import Retention
 from data_service.version_jobs import VersionNames, open_version_index
 from shared.dataset_version.version import IMPORT_KIND
@@ -43,17 +43,17 @@ class Catalog:
             if not token:
                 return ids
 
-    def sweep(self) -> None:
+    def collect(self) -> None:
         deletions = Deletions(self.store, Jobs(self.store, IMPORT_KIND), lambda: self.now)
-        Sweeper(
+        GarbageCollector(
             self.store,
             self.datasets,
             deletions,
-            sweep_uploads=lambda _: None,
+            collect_uploads=lambda _: None,
             delete_uploads=lambda *_: None,
             clock=lambda: self.now,
             index=self.index,
-        ).sweep()
+        ).collect()
 
 
 def create_dataset(store: ObjectStore, dataset: str, retention: Retention | None = None) -> None:
@@ -160,19 +160,19 @@ def requests(catalog: Catalog, tombstones: int, monkeypatch: pytest.MonkeyPatch)
     before = len(VersionNames(catalog.store).all())
     delete_versions(catalog.store, "a", before, tombstones - before)
     catalog.index.merge()
-    catalog.sweep()
+    catalog.collect()
     counts: list[int] = []
 
     def delete() -> None:
         with pytest.raises(FailedPrecondition, match=r"has 2 version\(s\): datasets/a/versions/v1, "):
             catalog.datasets.delete("datasets/a", "", check_uploads=lambda *_: None, delete_uploads=lambda *_: None)
 
-    for act in (lambda: catalog.listed("a"), catalog.sweep, delete):
+    for act in (lambda: catalog.listed("a"), catalog.collect, delete):
         catalog.store.forget()
         act()
         counts.append(len(catalog.store.requests))
-    page, sweep, refused = counts
-    return page, sweep, refused
+    page, collect, refused = counts
+    return page, collect, refused
 
 
 def test_tombstones_cost_nothing(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,14 +190,14 @@ def test_a_settled_version_is_swept_again_once_it_changes(catalog: Catalog, monk
     commit_version(catalog.store, name, {"train": striped_digits(10)})
     catalog.index.merge()
     catalog.now += 2 * ORPHAN_GRACE_PERIOD_S
-    catalog.sweep()
+    catalog.collect()
     left = f"{name}/data/a00009-lost/x"
     catalog.store.put(left, b"x")
-    catalog.sweep()
+    catalog.collect()
     assert catalog.store.exists(left)  # it is settled, and its turn has not come
     Jobs(catalog.store, IMPORT_KIND).transition(name, lambda job: request_delete(job, 3.0))
     catalog.index.merge()
-    catalog.sweep()
+    catalog.collect()
     assert not catalog.store.exists(left)
     assert catalog.listed("a") == []
 
@@ -209,11 +209,11 @@ def test_what_a_settled_version_has_besides_goes_in_its_turn(catalog: Catalog, m
         fail_version(catalog.store, name)
     catalog.index.merge()
     catalog.now += 2 * ORPHAN_GRACE_PERIOD_S
-    catalog.sweep()
+    catalog.collect()
     for name in names:
         catalog.store.put(f"{name}/data/a00009-lost/x", b"x")
     for _ in range(4):
-        catalog.sweep()
+        catalog.collect()
     assert not any(catalog.store.exists(f"{name}/data/a00009-lost/x") for name in names)
 
 
@@ -224,7 +224,7 @@ def test_the_retention_of_a_dataset_ends_versions_that_are_settled(store: Object
     catalog = open_catalog(store)
     catalog.now += 2 * ORPHAN_GRACE_PERIOD_S
     for _ in range(2):
-        catalog.sweep()
+        catalog.collect()
     assert catalog.listed("kept") == ["v2"]
 
 
@@ -232,26 +232,26 @@ def test_a_pass_over_many_versions_continues_where_the_last_one_stopped(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deletion, "VERSIONS_A_PASS", 2)
-    swept: list[str] = []
-    monkeypatch.setattr(Sweeper, "_sweep_version", lambda _, name: swept.append(name.rpartition("/")[2]))
+    collected: list[str] = []
+    monkeypatch.setattr(GarbageCollector, "_collect_version", lambda _, name: collected.append(name.rpartition("/")[2]))
     monkeypatch.setattr(deletion, "VERSIONS_IN_TURNS", 0)
     for number in range(5):
         fail_version(catalog.store, f"datasets/a/versions/v{number}")
     catalog.index.merge()
     jobs = Jobs(catalog.store, IMPORT_KIND)
     catalog.now = 3.0  # none is settled yet
-    sweeper = Sweeper(
+    garbage_collector = GarbageCollector(
         catalog.store,
         catalog.datasets,
         Deletions(catalog.store, jobs),
-        sweep_uploads=lambda _: None,
+        collect_uploads=lambda _: None,
         delete_uploads=lambda *_: None,
         clock=lambda: catalog.now,
         index=catalog.index,
     )
     for _ in range(4):
-        sweeper.sweep()
-    assert swept == ["v0", "v1", "v2", "v3", "v4", "v0", "v1"]
+        garbage_collector.collect()
+    assert collected == ["v0", "v1", "v2", "v3", "v4", "v0", "v1"]
 
 
 def test_names_are_found_in_turns_over_all_datasets(catalog: Catalog) -> None:

@@ -71,7 +71,7 @@ class Running:
     def nodes(self) -> dict[str, dict[str, float]]:
         return {"a": {"CPU": 8.0}}
 
-    async def describe(self, _name: str, replicas: int) -> tuple[Classifier, Loaded]:
+    async def open_model(self, _name: str, replicas: int) -> tuple[Classifier, Loaded]:
         self.wanted.append(replicas)
         if self.trouble is not None:
             raise self.trouble

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from shared.errors import Internal, Unavailable
-from shared.process_supervisor import sweep_periodically
+from shared.process_supervisor import run_periodically
 
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), Internal("a fault"), RuntimeError("odd")], ids=repr)
@@ -23,7 +23,7 @@ def test_a_sweep_that_fails_is_followed_by_another(error: Exception) -> None:
                 loop.call_soon_threadsafe(stop.set)
             raise error
 
-        await asyncio.wait_for(sweep_periodically(sweep, 0.0, stop), 60)
+        await asyncio.wait_for(run_periodically(sweep, 0.0, stop), 60)
         return passes
 
     assert asyncio.run(main()) >= 2

@@ -22,7 +22,7 @@ from train_service.domain.order import Ints
 from train_service.domain.spec import TrainingSpec
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
-from train_service.loading.loader import Batches
+from train_service.loading.loader import LoaderFactory
 
 TRAIN_ROWS = 700
 # Fewer workers than this compute a step in parts, as those of a run do that has shrunk.
@@ -42,7 +42,7 @@ def first_step(ranks: Ranks, settings: StoreSettings, job: str, at: int, spec: T
     """Step number `at` of the run, on as many ranks as there are."""
     store = open_store(settings)
     restored = saved_at(store, job, at)
-    batches = Batches(store, load_version(store, spec.dataset_version), spec)
+    batches = LoaderFactory(store, load_version(store, spec.dataset_version), spec)
     loader = batches.loader(ranks.rank, ranks.world_size)
     learner = Learner(spec, ranks, batches.preprocessing.output, loader.steps_per_epoch, loader.total_steps)
     learner.model.double()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from train_service.domain.order import loss_scale, rank_positions
-from train_service.learning.ranks import Ranks, settle_buckets
+from train_service.learning.ranks import Ranks, warm_up_ddp_buckets
 
 ROWS, LANES = 61, 24
 
@@ -37,7 +37,7 @@ def gradients_of_rank(ranks: Ranks) -> list[torch.Tensor]:
     model, (images_BCHW, labels_B) = network(), batch()
     wrapped = ranks.wrap(model)
     if wrapped is not model:
-        settle_buckets(wrapped, model, lambda one: one(images_BCHW[:2]).sum())
+        warm_up_ddp_buckets(wrapped, model, lambda one: one(images_BCHW[:2]).sum())
     mine = torch.from_numpy(rank_positions(0, ROWS, LANES, ranks.rank, ranks.world_size))
     loss_sum = F.cross_entropy(wrapped(images_BCHW[mine]), labels_B[mine], reduction="sum")
     (loss_sum * loss_scale(ranks.world_size, ROWS)).backward()  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ def what_ranks_agree_on(ranks: Ranks) -> tuple[list[torch.Tensor], dict[str, tor
     before = {name: buffer.clone() for name, buffer in normed.named_buffers()}
     wrapped = ranks.wrap(normed)
     if wrapped is not normed:
-        settle_buckets(wrapped, normed, lambda one: one(torch.zeros(2, 1, 8, 8)).sum())
+        warm_up_ddp_buckets(wrapped, normed, lambda one: one(torch.zeros(2, 1, 8, 8)).sum())
     assert all(torch.equal(before[name], buffer) for name, buffer in normed.named_buffers())
     assert all(parameter.grad is None for parameter in normed.parameters())
     torch.manual_seed(ranks.rank)

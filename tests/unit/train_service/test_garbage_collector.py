@@ -16,7 +16,7 @@ from shared.resource_log import StaleAttempt
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from tests.support.snapshots import JOB, entries, save
-from train_service.jobs.deletion import Deletions, Sweeper
+from train_service.jobs.deletion import Deletions, GarbageCollector
 from train_service.records import event_log
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
@@ -42,8 +42,8 @@ def garbage(store: ObjectStore, step: int, attempt: int) -> str:
     return folder
 
 
-def sweep(store: ObjectStore, now: float = 0.0) -> None:
-    Sweeper(store, Deletions(store), lambda: now).sweep()
+def collect(store: ObjectStore, now: float = 0.0) -> None:
+    GarbageCollector(store, Deletions(store), lambda: now).collect()
 
 
 def there(store: ObjectStore, folder: str) -> bool:
@@ -62,7 +62,7 @@ def whole(store: ObjectStore, left: list[CheckpointEntry]) -> bool:
 def test_what_earlier_attempts_left_goes_and_what_the_present_one_writes_stays(store: ObjectStore) -> None:
     old, writing = garbage(store, 3, 1), garbage(store, 6, 2)
 
-    sweep(store)
+    collect(store)
 
     assert not there(store, old)
     assert there(store, writing)
@@ -78,7 +78,7 @@ def test_once_the_job_is_over_its_last_attempt_can_commit_no_more_and_what_it_le
     (_, newest) = zombie.entries()
     end(jobs)
 
-    sweep(store)
+    collect(store)
 
     assert not there(store, left)
     with pytest.raises(StaleAttempt):
@@ -92,7 +92,7 @@ def test_a_sweep_of_a_job_without_garbage_writes_nothing(store: ObjectStore, job
     end(jobs)
     before = sorted(info.key for info in store.list())
 
-    sweep(store)
+    collect(store)
 
     assert sorted(info.key for info in store.list()) == before
 
@@ -104,9 +104,9 @@ def test_files_that_somebody_uses_stay_though_another_has_taken_their_name(store
         pass
     save(store, 2, attempt=2)
 
-    sweep(store)
+    collect(store)
     assert there(store, used.folder)
-    sweep(store, now=1e12)  # the deployment never came
+    collect(store, now=1e12)  # the deployment never came
     assert not there(store, used.folder)
     assert not [info for info in store.list(JOB) if "/users/" in info.key]
     assert whole(store, entries(store))
@@ -127,7 +127,7 @@ def test_a_retirement_that_died_half_way_is_finished_once_the_job_is_over(
     assert there(store, first.folder)
     end(jobs)
 
-    sweep(store)
+    collect(store)
 
     assert not there(store, first.folder)
 
@@ -136,10 +136,10 @@ def test_what_ray_left_of_attempts_that_are_over_goes(store: ObjectStore, jobs: 
     for attempt in (1, 2):
         store.put(f"{JOB}/ray/attempt-{attempt:05d}/state.json", b"x")
 
-    sweep(store)
+    collect(store)
     assert list(store.folders(f"{JOB}/ray")) == ["attempt-00002"]
     end(jobs)
-    sweep(store)
+    collect(store)
     assert list(store.folders(f"{JOB}/ray")) == []
 
 
@@ -151,7 +151,7 @@ def test_what_a_zombie_wrote_after_the_end_of_its_job_goes(store: ObjectStore, j
     store.put(f"{JOB}/logs/1.log", b"x")
     garbage(store, 8, 2)
 
-    sweep(store)
+    collect(store)
 
     assert not [info.key for info in store.list(JOB) if "/log/" not in info.key]
 
@@ -163,7 +163,7 @@ def test_one_job_that_cannot_be_swept_leaves_the_others_be(
     store.put("trainingJobs/0/log/000000000001.json", b"no json")
     old = garbage(store, 3, 1)
 
-    sweep(store)
+    collect(store)
 
     assert not there(store, old)
     assert "trainingJobs/0 cannot be swept" in caplog.text
@@ -207,11 +207,11 @@ def test_events_are_gathered_once_the_job_has_ended(
     monkeypatch.setattr(event_log, "SEGMENT_RECORDS", 4)
     write_events(store, 11)
     before = events_of(store)
-    sweep(store)
+    collect(store)
     assert records_of_events(store) == 11
 
     end(jobs)
-    sweep(store)
+    collect(store)
 
     assert records_of_events(store) == 2 + 3
     assert events_of(store) == before
@@ -225,7 +225,7 @@ def test_events_of_a_job_that_is_resumed_before_they_are_deleted_stay_records(
     before = events_of(store)
     end(jobs)
 
-    sweep(ChangedOnce(store, "list", lambda: jobs.resume(JOB, JOB)))
+    collect(ChangedOnce(store, "list", lambda: jobs.resume(JOB, JOB)))
 
     assert records_of_events(store) == 11
     assert events_of(store) == before
@@ -246,7 +246,7 @@ def test_events_of_a_job_that_takes_the_name_while_the_old_ones_are_gathered_sta
         write_events(store, 9, attempt=3)
 
     # The records of the old job are listed, and its segments are about to be written.
-    sweep(ChangedOnce(store, "put", take_name))
+    collect(ChangedOnce(store, "put", take_name))
 
     assert records_of_events(store) == 9
     assert events_of(store) == [f"3-{number}" for number in range(1, 10)]

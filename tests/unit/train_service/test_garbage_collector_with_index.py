@@ -10,7 +10,7 @@ from shared.jobs.transitions import begin_attempt, request_cancel, request_delet
 from shared.storage import ObjectStore
 from tests.support.counting_store import CountingStore
 from train_service.jobs import deletion
-from train_service.jobs.deletion import SETTLED_AFTER_S, Deletions, Sweeper
+from train_service.jobs.deletion import SETTLED_AFTER_S, Deletions, GarbageCollector
 from train_service.records.event_log import TRAIN_KIND
 
 OVER_AT = 1000.0
@@ -37,16 +37,16 @@ def index(store: ObjectStore, jobs: Jobs) -> JobIndex:
     return index
 
 
-def sweep(store: ObjectStore, index: JobIndex, now: float) -> None:
-    Sweeper(store, Deletions(store), lambda: now, index).sweep()
+def collect(store: ObjectStore, index: JobIndex, now: float) -> None:
+    GarbageCollector(store, Deletions(store), lambda: now, index).collect()
 
 
 def swept(store: ObjectStore, index: JobIndex, now: float, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The jobs that one sweep looks at."""
     seen: set[str] = set()
     with monkeypatch.context() as patched:
-        patched.setattr(Sweeper, "sweep_job", lambda _, name: seen.add(name.rpartition("/")[2]))
-        sweep(store, index, now)
+        patched.setattr(GarbageCollector, "collect_job", lambda _, name: seen.add(name.rpartition("/")[2]))
+        collect(store, index, now)
     return seen
 
 
@@ -68,12 +68,12 @@ def test_a_settled_job_that_is_deleted_or_changes_is_swept_again(
     store: ObjectStore, jobs: Jobs, index: JobIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deletion, "JOBS_IN_TURNS", 1)
-    sweep(store, index, LATER)
+    collect(store, index, LATER)
     jobs.transition("trainingJobs/d", lambda job: request_delete(job, LATER))
     store.put("trainingJobs/d/left.txt", b"x")
     index.merge()
 
-    sweep(store, index, LATER)
+    collect(store, index, LATER)
 
     assert jobs.find("trainingJobs/d") is None
     assert not store.exists("trainingJobs/d/left.txt")
@@ -87,10 +87,12 @@ def test_a_sweep_costs_by_the_jobs_that_are_not_settled(
     store: ObjectStore, index: JobIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deletion, "JOBS_IN_TURNS", 1)
-    sweep(store, index, LATER)
+    collect(store, index, LATER)
     counted = CountingStore(store)
 
-    Sweeper(counted, Deletions(counted), lambda: LATER, JobIndex(counted, TRAIN_KIND, "trainingJobs")).sweep()
+    GarbageCollector(
+        counted, Deletions(counted), lambda: LATER, JobIndex(counted, TRAIN_KIND, "trainingJobs")
+    ).collect()
 
     read = {request.split("/")[1] for request in counted.requests if "trainingJobs/" in request}
     assert read == {"a", "live"}
@@ -99,7 +101,7 @@ def test_a_sweep_costs_by_the_jobs_that_are_not_settled(
 def test_until_the_index_has_all_jobs_every_job_is_swept(store: ObjectStore, jobs: Jobs) -> None:
     jobs.transition("trainingJobs/d", lambda job: request_delete(job, LATER))
 
-    sweep(store, JobIndex(store, TRAIN_KIND, "trainingJobs"), LATER)
+    collect(store, JobIndex(store, TRAIN_KIND, "trainingJobs"), LATER)
 
     assert jobs.find("trainingJobs/d") is None
 

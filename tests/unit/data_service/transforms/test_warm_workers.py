@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from data_service import parallel, reconciler
-from data_service.parallel import WARM_WORKERS, IdleWorkers, start
+from data_service.parallel import WARM_WORKERS, StandbyWorkers, start
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def test_they_are_spread_over_the_nodes(started: list[dict[str, int]], count: in
 
 
 def test_only_so_many_follow_as_were_taken(started: list[dict[str, int]], met: Met) -> None:
-    waiting = IdleWorkers()
+    waiting = StandbyWorkers()
     waiting.replace()
     assert started == []
 
-    waiting.take(2)
-    waiting.take(3)  # a second pass, over more parts
+    waiting.start_for(2)
+    waiting.start_for(3)  # a second pass, over more parts
     waiting.replace()
     assert (met.times, started) == (2, [{"a": 1, "b": 1}])
 
@@ -75,11 +75,11 @@ def test_only_so_many_follow_as_were_taken(started: list[dict[str, int]], met: M
 def test_workers_follow_those_that_a_job_of_any_kind_took(
     started: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch, kind: str, entry: str
 ) -> None:
-    waiting = IdleWorkers()
-    monkeypatch.setattr(parallel, "WAITING", waiting)
+    waiting = StandbyWorkers()
+    monkeypatch.setattr(parallel, "STANDBY_WORKERS", waiting)
 
     def take_two(_: object) -> dict[str, Any]:
-        waiting.take(2)
+        waiting.start_for(2)
         return {}
 
     monkeypatch.setattr(entry, take_two)
@@ -98,6 +98,6 @@ def test_a_job_does_not_fail_of_those_of_the_next(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no such node")
 
     monkeypatch.setattr(parallel, "start", broken)
-    waiting = IdleWorkers()
-    waiting.take(1)
+    waiting = StandbyWorkers()
+    waiting.start_for(1)
     waiting.replace()

@@ -111,7 +111,7 @@ def test_a_sweep_leaves_the_upload_that_its_owner_began_anew_under_the_name_of_a
         return answer
 
     monkeypatch.setattr(ending, "has_expired", begin_anew_meanwhile)
-    assert UploadFinisher(store).sweep(time.time() + COMMITTED_FOR_S + 60) == []
+    assert UploadFinisher(store).collect(time.time() + COMMITTED_FOR_S + 60) == []
     assert uploads.get(name).acknowledged_size == len(DATA)
 
 
@@ -135,9 +135,9 @@ def test_uploads_that_are_long_gone_cost_a_sweep_nothing(uploads: Uploads, monke
     for number in range(10):
         uploads.abort(started(uploads, f"u{number}"))
     later = time.time() + LATE_WRITES_S + 1
-    uploads.sweep(later)
+    uploads.collect(later)
     requests = Requests(monkeypatch)
-    uploads.sweep(later)
+    uploads.collect(later)
     assert requests.count == 1
 
 
@@ -147,7 +147,7 @@ def test_each_pass_looks_at_a_bounded_number_and_the_next_goes_on(
     monkeypatch.setattr(ending, "UPLOADS_A_PASS", 2)
     names = {started(uploads, f"u{number}") for number in range(5)}
     later = time.time() + OPEN_FOR_S + 60
-    passes = [uploads.sweep(later) for _ in range(3)]
+    passes = [uploads.collect(later) for _ in range(3)]
     assert [len(one) for one in passes] == [2, 2, 1]
     assert {name for one in passes for name in one} == names
 
@@ -155,24 +155,24 @@ def test_each_pass_looks_at_a_bounded_number_and_the_next_goes_on(
 def test_one_upload_that_cannot_be_swept_does_not_keep_the_others(store: ObjectStore, uploads: Uploads) -> None:
     names = [started(uploads, f"u{number}") for number in range(3)]
     store.put(LiveUploads(store).markers()[0], b"no JSON")
-    assert len(uploads.sweep(time.time() + OPEN_FOR_S + 60)) == len(names) - 1
+    assert len(uploads.collect(time.time() + OPEN_FOR_S + 60)) == len(names) - 1
 
 
 def test_bytes_left_by_a_process_that_died_during_the_removal_are_swept(store: ObjectStore, uploads: Uploads) -> None:
     name = committed(uploads, DATA)
     log_of(store, name).update(lambda record: {**record.state, "state": "GONE"} if record else None)
-    uploads.sweep(time.time())
+    uploads.collect(time.time())
     assert not list(store.list(f"{name}/chunks"))
 
 
 def test_a_marker_waits_for_its_upload_but_not_for_ever(store: ObjectStore, uploads: Uploads) -> None:
     live = LiveUploads(store)
     live.mark("0" * 32, "datasets/d/uploads/u")
-    uploads.sweep(time.time())
+    uploads.collect(time.time())
     assert live.markers()
     gone = time.time() + UPLOAD_IS_COMING_S + 1
-    uploads.sweep(gone)
-    uploads.sweep(gone + LATE_WRITES_S + 1)
+    uploads.collect(gone)
+    uploads.collect(gone + LATE_WRITES_S + 1)
     assert not live.markers()
 
 

@@ -221,7 +221,7 @@ def test_a_chunk_written_late_is_not_in_the_next_upload_of_the_id(store: ObjectS
     started(uploads)
     store.put(left, b"late")
     assert uploads.get(name).acknowledged_size == 0
-    uploads.sweep(time.time() + LATE_WRITES_S + 1)
+    uploads.collect(time.time() + LATE_WRITES_S + 1)
     assert not store.exists(left)
 
 
@@ -307,32 +307,32 @@ def test_an_upload_that_is_going_cannot_be_used_any_more(store: ObjectStore, upl
         mark_used(store, name, IMPORT_KIND, uuid.uuid4().hex, VERSION)
     assert not list(store.list(f"{name}/users"))
     # Whoever was taking it away died: the sweep ends it.
-    assert uploads.sweep(time.time()) == [name]
+    assert uploads.collect(time.time()) == [name]
 
 
 def test_an_open_upload_expires_a_day_after_its_last_byte(uploads: Uploads) -> None:
     name = started(uploads)
     send_all(uploads, name, DATA)
     last = uploads.get(name).expire_time
-    assert uploads.sweep(last - 60) == []
-    assert uploads.sweep(last + 1) == [name]
+    assert uploads.collect(last - 60) == []
+    assert uploads.collect(last + 1) == [name]
     with pytest.raises(NotFound):
         uploads.get(name)
 
 
 def test_a_committed_upload_expires_after_a_week(uploads: Uploads) -> None:
     name = committed(uploads, DATA)
-    assert uploads.sweep(time.time() + OPEN_FOR_S + 60) == []
-    assert uploads.sweep(time.time() + COMMITTED_FOR_S + 60) == [name]
+    assert uploads.collect(time.time() + OPEN_FOR_S + 60) == []
+    assert uploads.collect(time.time() + COMMITTED_FOR_S + 60) == [name]
 
 
 def test_an_expired_upload_that_an_import_reads_stays(store: ObjectStore, uploads: Uploads) -> None:
     name = committed(uploads, DATA)
     import_job(store, name)
     later = time.time() + COMMITTED_FOR_S + 60
-    assert uploads.sweep(later) == []
+    assert uploads.collect(later) == []
     finish(store)
-    assert uploads.sweep(later) == [name]
+    assert uploads.collect(later) == [name]
 
 
 def test_all_uploads_of_a_dataset_go_together(store: ObjectStore, uploads: Uploads) -> None:

@@ -55,10 +55,10 @@ class Serve(Running):
         self.deleting.discard(name)
         super().delete(name)
 
-    async def describe(self, name: str, replicas: int) -> tuple[Classifier, Loaded]:
+    async def open_model(self, name: str, replicas: int) -> tuple[Classifier, Loaded]:
         if name not in super().statuses():
             raise Unavailable("no replica is known", reason="MODEL_NOT_READY")
-        return await super().describe(name, replicas)
+        return await super().open_model(name, replicas)
 
 
 class Frontends:
@@ -142,9 +142,9 @@ async def test_what_one_begins_to_take_out_while_another_asks_its_replicas_is_no
     name = application_name(made, made.versions[0])
 
     class Asked(Serve):
-        async def describe(self, name: str, replicas: int) -> tuple[Classifier, Loaded]:
+        async def open_model(self, name: str, replicas: int) -> tuple[Classifier, Loaded]:
             tell_going(tmp_path, name)
-            return await super().describe(name, replicas)
+            return await super().open_model(name, replicas)
 
     serve = Asked(name)
     second, *_ = reconciling(deployments, made, Peers(tmp_path, 1), serve)

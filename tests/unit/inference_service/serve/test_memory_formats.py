@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save
 
 from inference_service.serve import served_model
-from inference_service.serve.served_model import Layouts, Run
+from inference_service.serve.served_model import MemoryFormats, Run
 from shared.model_spec import ModelSpec
 from shared.models import build_model
 from shared.models.loaded import LoadedModel
@@ -39,15 +39,15 @@ def taking(model: LoadedModel, usual_s: float, others_s: dict[int, float]) -> Se
 
 
 def test_each_batch_size_has_the_layout_that_is_clearly_faster_for_it(model: LoadedModel) -> None:
-    run = Layouts(model)
-    run.choose(IMAGE, [1, 2, 4, 6], taking(model, 1.0, {1: 0.5, 2: 0.95, 4: 1.5, 6: 0.8}))
+    run = MemoryFormats(model)
+    run.choose_fastest(IMAGE, [1, 2, 4, 6], taking(model, 1.0, {1: 0.5, 2: 0.95, 4: 1.5, 6: 0.8}))
     # 6 rows are the largest batch, of the bucket that goes up to 8.
     assert run.channels_last == {1, 8}
 
 
 def test_answers_are_equal_in_both_layouts_within_a_hundred_thousandth(model: LoadedModel) -> None:
-    run = Layouts(model)
-    run.choose(IMAGE, [1, 2, 4, 8], taking(model, 1.0, dict.fromkeys([1, 2, 4, 8], 0.5)))
+    run = MemoryFormats(model)
+    run.choose_fastest(IMAGE, [1, 2, 4, 8], taking(model, 1.0, dict.fromkeys([1, 2, 4, 8], 0.5)))
     rows = np.random.default_rng(0).normal(size=(8, *IMAGE)).astype(np.float32)
     for size in range(1, 9):
         eager, answered = ([np.asarray(one, np.float64) for one in given(rows[:size])] for given in (model, run))
@@ -61,8 +61,8 @@ def test_sizes_for_whose_trial_no_time_is_left_are_laid_out_as_the_largest_that_
 ) -> None:
     now = iter([0.0, 1.0, served_model.TRIED_FOR_S + 1, served_model.TRIED_FOR_S + 2])
     monkeypatch.setattr(served_model, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    run = Layouts(model)
-    run.choose(IMAGE, [1, 2, 4], taking(model, 1.0, {1: 0.5}))
+    run = MemoryFormats(model)
+    run.choose_fastest(IMAGE, [1, 2, 4], taking(model, 1.0, {1: 0.5}))
     assert run.channels_last == {1, 2, 4}
 
 
@@ -75,6 +75,6 @@ def test_weights_that_do_not_move_are_there_only_once(model: LoadedModel) -> Non
 def test_a_model_without_convolutions_has_no_second_layout(tmp_path: Path) -> None:
     of_table = ModelSpec(builder="mlp", in_channels=3, num_classes=2)
     weights = save(build_model(of_table).state_dict())
-    run = Layouts(LoadedModel(stored_checkpoint(tmp_path, replace(content(0.9), model=of_table), weights)))
-    run.choose((3,), [1, 2], lambda *_: pytest.fail("it was tried"))
+    run = MemoryFormats(LoadedModel(stored_checkpoint(tmp_path, replace(content(0.9), model=of_table), weights)))
+    run.choose_fastest((3,), [1, 2], lambda *_: pytest.fail("it was tried"))
     assert run.channels_last == frozenset()

@@ -128,7 +128,7 @@ def test_where_they_are_off_a_replica_that_listens_is_called_through_serve(
     monkeypatch.setattr("inference_service.serve.sockets._changed_ns", lambda path: looked.append(path))
 
     async def called() -> Outputs:
-        model, _ = await applications.describe("d-v1", 1)
+        model, _ = await applications.open_model("d-v1", 1)
         return await model.forward(Rows("raw", {"x": np.array([1])}))
 
     applications = ServeApplications(STORE, replica_sockets=False)
@@ -150,7 +150,7 @@ async def test_an_application_without_a_replica_that_is_well_is_unavailable(monk
 
     monkeypatch.setattr(serve, "get_app_handle", lambda _: NoReplica())
 
-    model, _ = await ServeApplications(STORE, replica_sockets=False).describe("d-v1", 1)
+    model, _ = await ServeApplications(STORE, replica_sockets=False).open_model("d-v1", 1)
     with pytest.raises(Unavailable, match="try again"):
         await model.forward(Rows("raw", {"x": np.array([1])}))
 
@@ -300,12 +300,12 @@ def test_one_replica_of_two_that_cannot_load_is_known(monkeypatch: pytest.Monkey
     applications = ServeApplications(STORE, replica_sockets=False)
 
     with pytest.raises(DataLoss, match="a file is damaged"):
-        asyncio.run(applications.describe("d-v1", 2))
+        asyncio.run(applications.open_model("d-v1", 2))
     # The one that loaded is enough where one is asked for; and of two, as many have to be known.
-    assert asyncio.run(applications.describe("d-v1", 1))[1] == answers[0]
+    assert asyncio.run(applications.open_model("d-v1", 1))[1] == answers[0]
     del answers[1]
     with pytest.raises(Unavailable, match="1 of 2 replicas of d-v1 are known"):
-        asyncio.run(applications.describe("d-v1", 2))
+        asyncio.run(applications.open_model("d-v1", 2))
 
 
 def test_a_folder_is_taken_from_the_replicas_that_listen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_folder_is_taken_from_the_replicas_that_listen(monkeypatch: pytest.Mon
     monkeypatch.setattr(serve, "get_app_handle", lambda _: handle)
 
     async def described() -> Path | None:
-        model, _ = await ServeApplications(STORE, replica_sockets=True).describe("d-v1", 2)
+        model, _ = await ServeApplications(STORE, replica_sockets=True).open_model("d-v1", 2)
         return model._local._folder
 
     assert asyncio.run(described()) == tmp_path

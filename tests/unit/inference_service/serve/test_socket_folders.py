@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_service.serve.sockets import SUFFIX, make_private, socket_folder, sweep
+from inference_service.serve.sockets import SUFFIX, make_private, remove_dead_sockets, socket_folder
 
 
 def left_by_a_killed_replica(folder: Path) -> Path:
@@ -37,7 +37,7 @@ def test_what_killed_replicas_have_left_goes_and_what_others_use_stays(tmp_path:
     kept = left_by_a_killed_replica(open_to_others)
     open_to_others.chmod(0o755)
     with listening(mixed) as lives:
-        sweep(tmp_path)
+        remove_dead_sockets(tmp_path)
         assert not dead.exists()
         assert not gone.exists()
         assert Path(lives.getsockname()).exists()

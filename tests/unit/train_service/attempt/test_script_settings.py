@@ -18,7 +18,7 @@ from train_service.attempt.trainer import began_before
 from train_service.convert_specs import FIELDS_OF_SCRIPTS
 from train_service.domain.spec import ATTEMPT_DEVICE, CPU, GPU, RUN_DEVICE, Program, TrainingSpec, spec_of_job
 from train_service.placement import Node
-from train_service.program.fit_calls import Asked, Fit, FitCall
+from train_service.program.fit_calls import Fit, FitCall, TrainerSettings
 from train_service.records.event_log import TRAIN_KIND
 
 JOB = "trainingJobs/a"
@@ -34,7 +34,7 @@ OPEN = TrainingSpec(
 FIT = Fit(number=1, call=FitCall(name="own", storage_path="", line="cells.py:3", function="loop", config_sha256=""))
 
 
-def settle(store: ObjectStore, asked: Asked, fit: Fit = FIT) -> tuple[Fit, TrainingSpec]:
+def settle(store: ObjectStore, asked: TrainerSettings, fit: Fit = FIT) -> tuple[Fit, TrainingSpec]:
     """As the attempt at work does it when the script calls `fit()`."""
     jobs = Jobs(store, TRAIN_KIND)
     context = AttemptContext(store, jobs, JOB, jobs.get(JOB, JOB))
@@ -56,7 +56,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
 
 def test_the_next_attempt_looks_for_what_the_script_asked_for(store: ObjectStore) -> None:
     new_job(store, JOB, OPEN)
-    asked = Asked(num_workers=3, resources_per_worker={"CPU": 0.5}, max_failures=7, max_preemption_failures=2)
+    asked = TrainerSettings(num_workers=3, resources_per_worker={"CPU": 0.5}, max_failures=7, max_preemption_failures=2)
     fit, spec = settle(store, asked)
 
     job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
@@ -73,15 +73,15 @@ def test_the_order_of_rows_and_the_device_stay_when_a_later_attempt_asks_for_oth
     store: ObjectStore, nodes: list[Node]
 ) -> None:
     new_job(store, JOB, OPEN)
-    fit, first = settle(store, Asked(num_workers=2, use_gpu=True))
+    fit, first = settle(store, TrainerSettings(num_workers=2, use_gpu=True))
     assert (fit.device, first.lanes) == (GPU, 24)
     nodes.clear()  # the GPUs are gone
 
     lose_and_begin(store, JOB)
-    fit, second = settle(store, Asked(num_workers=20, use_gpu=True), fit)
+    fit, second = settle(store, TrainerSettings(num_workers=20, use_gpu=True), fit)
     assert (fit.device, second.lanes, second.num_workers) == (GPU, 24, 20)
     with pytest.raises(script_run._Refused) as refused:
-        settle(store, Asked(num_workers=30, use_gpu=True), fit)
+        settle(store, TrainerSettings(num_workers=30, use_gpu=True), fit)
     assert isinstance(refused.value.error, InvalidArgument)
     assert refused.value.error.specific_reason == "MORE_WORKERS_THAN_LANES"
     assert kept(store).num_workers == 20
@@ -89,8 +89,8 @@ def test_the_order_of_rows_and_the_device_stay_when_a_later_attempt_asks_for_oth
 
 def test_failures_that_a_run_allows_are_not_those_of_the_next(store: ObjectStore) -> None:
     new_job(store, JOB, OPEN)
-    settle(store, Asked(num_workers=2, max_failures=1, max_preemption_failures=0))
-    settle(store, Asked(num_workers=2))
+    settle(store, TrainerSettings(num_workers=2, max_failures=1, max_preemption_failures=0))
+    settle(store, TrainerSettings(num_workers=2))
 
     job = Jobs(store, TRAIN_KIND).get(JOB, JOB)
     assert (job.max_failures, job.max_preemptions) == (OPEN.max_failures, OPEN.max_preemptions)
@@ -98,7 +98,7 @@ def test_failures_that_a_run_allows_are_not_those_of_the_next(store: ObjectStore
 
 def test_the_result_of_an_attempt_without_a_run_is_by_what_the_last_run_asked_for(store: ObjectStore) -> None:
     new_job(store, JOB, OPEN)
-    settle(store, Asked(num_workers=2, score_attribute="accuracy"))
+    settle(store, TrainerSettings(num_workers=2, score_attribute="accuracy"))
     lose_and_begin(store, JOB)
 
     jobs = Jobs(store, TRAIN_KIND)

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from train_service.domain.order import (
+    count_micro_batches,
     default_lanes,
     loss_scale,
     max_rows_of_a_rank,
     min_rows_of_a_rank,
-    parts_of_step,
     rank_positions,
     shapes_of_steps,
     step_bounds,
@@ -138,7 +138,7 @@ def test_no_part_of_a_step_is_larger_on_few_workers_than_it_may_be_on_all(
             for rank in range(ranks)
         ]
 
-    parts = parts_of_step(length, lanes, world_size, max_workers, accumulation_steps)
+    parts = count_micro_batches(length, lanes, world_size, max_workers, accumulation_steps)
 
     ours, whole = slices(world_size), slices(max_workers)
     if world_size >= max_workers:
@@ -151,8 +151,10 @@ def test_no_part_of_a_step_is_larger_on_few_workers_than_it_may_be_on_all(
 
 @pytest.mark.parametrize(("world_size", "parts"), [(8, 1), (7, 2), (5, 2), (4, 2), (3, 3), (2, 4), (1, 8)])
 def test_as_many_workers_fewer_as_many_parts_more(world_size: int, parts: int) -> None:
-    assert parts_of_step(960, 24, world_size, 8, 1) == parts
-    assert parts_of_step(960, 24, world_size, 8, 2) == (2 if world_size == 8 else math.ceil(parts_of_lanes(world_size)))
+    assert count_micro_batches(960, 24, world_size, 8, 1) == parts
+    assert count_micro_batches(960, 24, world_size, 8, 2) == (
+        2 if world_size == 8 else math.ceil(parts_of_lanes(world_size))
+    )
 
 
 def parts_of_lanes(world_size: int) -> float:

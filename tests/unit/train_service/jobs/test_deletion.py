@@ -22,7 +22,7 @@ from tests.support.snapshots import JOB, save
 from tests.support.versions import commit_version, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import VERSION
-from train_service.jobs.deletion import Deletions, Sweeper
+from train_service.jobs.deletion import Deletions, GarbageCollector
 from train_service.jobs.training_jobs import TrainingJobs
 from train_service.records.event_log import TRAIN_KIND, EventKind, EventLog
 
@@ -206,7 +206,7 @@ def test_what_a_dead_service_left_deleting_the_next_finishes(
             break
         if dies_at == 0:
             assert jobs.get(JOB, JOB).state is JobState.SUCCEEDED
-    Sweeper(store, Deletions(store)).sweep()
+    GarbageCollector(store, Deletions(store)).collect()
 
     assert jobs.find(JOB) is None
     assert files(store) == []
@@ -219,7 +219,7 @@ def test_a_deletion_that_was_only_begun_is_taken_back_where_somebody_uses_a_chec
     use(store)
     jobs.transition(JOB, lambda newest: request_delete(newest, newest.update_time))
 
-    Sweeper(store, Deletions(store)).sweep()
+    GarbageCollector(store, Deletions(store)).collect()
 
     assert jobs.get(JOB, JOB).state is JobState.SUCCEEDED
     assert resolve(store, "f", JOB).step == 4

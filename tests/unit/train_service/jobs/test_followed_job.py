@@ -14,7 +14,7 @@ from tests.support.counting_store import CountingStore
 from tests.support.training_records import JOB, begin, finish, make_job
 from tests.unit.train_service.checkpoints.test_coverage_records import VERSION
 from train_service.jobs import run_records
-from train_service.jobs.deletion import Deletions, Sweeper
+from train_service.jobs.deletion import Deletions, GarbageCollector
 from train_service.jobs.run_records import FollowedJob, JobReading
 from train_service.jobs.training_jobs import JobView, TrainingJobs
 from train_service.records import event_log
@@ -171,7 +171,7 @@ def test_a_watcher_in_the_middle_of_a_segment_sees_the_rest_though_the_records_w
         report(store, EventKind.WARNING)
     jobs.suspend(JOB, JOB)
     jobs.transition(JOB, lambda job: confirm_suspend(job, time.time()))
-    Sweeper(store, Deletions(store)).sweep()
+    GarbageCollector(store, Deletions(store)).collect()
     assert not store.exists(f"{JOB}/events/log/{2:012d}.json")
     if is_resumed:
         jobs.resume(JOB, JOB)

@@ -14,7 +14,7 @@ from tests.support.gpu import DEVICES
 from tests.support.waiting import wait_until
 from tests.unit.train_service.learners import NUMBERS, SPEC, batch
 from train_service.domain.spec import Acceleration, TrainingSpec
-from train_service.learning.learner import parts_of
+from train_service.learning.learner import split_into_micro_batches
 from train_service.learning.ranks import DeviceBatches
 from train_service.loading.loader import Batch
 
@@ -92,7 +92,7 @@ def test_the_parts_of_a_step_are_those_of_a_batch_that_is_not_there_yet(device: 
     plain = batch(spec=spec)
     (copied,) = DeviceBatches(spec, torch.device(device), ahead=1).batches(one for one in [plain])
 
-    pairs = zip(*(parts_of(one, spec, 1, torch.device(device)) for one in (plain, copied)), strict=True)
+    pairs = zip(*(split_into_micro_batches(one, spec, 1, torch.device(device)) for one in (plain, copied)), strict=True)
     for there, here in pairs:
         torch.testing.assert_close(here.inputs, there.inputs, rtol=0, atol=0)
         torch.testing.assert_close(here.labels, there.labels, rtol=0, atol=0)

@@ -38,7 +38,7 @@ from train_service.domain.spec import (
 )
 from train_service.learning.own_step import OwnStepLearner
 from train_service.learning.ranks import Ranks
-from train_service.loading.loader import Batches
+from train_service.loading.loader import LoaderFactory
 from train_service.records.event_log import EventKind
 from train_service.records.metrics_log import metrics_page
 
@@ -218,7 +218,7 @@ def test_a_manual_backward_takes_the_arguments_of_a_backward(store: ObjectStore)
 def measured_on(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> tuple[dict[str, float], int]:
     store = open_store(settings)
     load_code(store, spec.model.code_bundle)
-    batches = Batches(store, load_version(store, spec.dataset_version), spec)
+    batches = LoaderFactory(store, load_version(store, spec.dataset_version), spec)
     made = learner(spec, ranks)
     for step in range(4):
         made.step(batch(ranks, step))

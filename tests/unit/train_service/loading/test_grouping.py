@@ -19,7 +19,7 @@ from shared.storage import ObjectStore, open_store
 from tests.support.transforming import commit_tables
 from train_service.domain.order import grouped_by_length
 from train_service.domain.spec import TrainingSpec
-from train_service.loading.loader import Batch, Batches
+from train_service.loading.loader import Batch, LoaderFactory
 from train_service.loading.preprocessing import fitted
 
 VERSION = "datasets/texts/versions/v1"
@@ -65,7 +65,7 @@ def version(store: ObjectStore) -> DatasetVersion:
 def batches(
     store: ObjectStore, spec: TrainingSpec = SPEC, rank: int = 0, ranks: int = 1, first: int = 0
 ) -> list[Batch]:
-    loader = Batches(store, version(store), spec).loader(rank, ranks)
+    loader = LoaderFactory(store, version(store), spec).loader(rank, ranks)
     return list(loader.batches(first))
 
 

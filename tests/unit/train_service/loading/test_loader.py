@@ -18,7 +18,7 @@ from shared.transforms import RowKeys
 from tests.support.versions import SCHEMA, columns_of, striped_digits
 from tests.support.waiting import wait_until
 from tests.unit.train_service.conftest import TRAIN_ROWS, VERSION, Committed
-from train_service.domain.order import WINDOW_ROWS, Ints, SlicePlan, blocks_of, epoch_order, rank_positions, step_bounds
+from train_service.domain.order import WINDOW_ROWS, BatchPlan, Ints, blocks_of, epoch_order, rank_positions, step_bounds
 from train_service.domain.spec import TrainingSpec
 from train_service.loading.loader import Batch, Loader, RowCache
 from train_service.loading.preprocessing import Array, Preprocessing, RowBuffers, Rows
@@ -53,7 +53,7 @@ def loader(
     capacity: int = 2**30,
     window_rows: int = WINDOW_ROWS,
 ) -> Loader:
-    plan = SlicePlan(seed, lanes, global_batch, epochs, rank, world_size, window_rows)
+    plan = BatchPlan(seed, lanes, global_batch, epochs, rank, world_size, window_rows)
     return Loader(committed.cache(capacity=capacity), to_float(), plan)
 
 
@@ -190,7 +190,7 @@ def test_the_windows_of_all_epochs_use_the_same_memory(committed: Committed, mon
 
 
 def test_what_reading_raises_is_raised_where_the_batches_are_taken(committed: Committed) -> None:
-    plan = SlicePlan(3, 24, 64, 1, 0, 1)
+    plan = BatchPlan(3, 24, 64, 1, 0, 1)
 
     with pytest.raises(InvalidArgument, match="num_classes"):
         list(Loader(committed.cache(num_classes=9), to_float(), plan).batches(0))
@@ -231,7 +231,7 @@ def test_the_batches_before_a_row_that_is_refused_are_given(committed: Committed
     given: list[Batch] = []
 
     with pytest.raises(InvalidArgument, match="is refused"):
-        given.extend(Loader(committed.cache(), choosy, SlicePlan(3, 24, 64, 2, 0, 1)).batches(0))
+        given.extend(Loader(committed.cache(), choosy, BatchPlan(3, 24, 64, 2, 0, 1)).batches(0))
 
     assert len(given) == 6
     assert all(map(same, given, wanted))
@@ -239,7 +239,7 @@ def test_the_batches_before_a_row_that_is_refused_are_given(committed: Committed
 
 def test_small_batches_are_prepared_together(committed: Committed) -> None:
     choosy = Choosy(SPEC, columns_of(SCHEMA))
-    given = list(Loader(committed.cache(), choosy, SlicePlan(3, 24, 64, 2, 0, 1)).batches(0))
+    given = list(Loader(committed.cache(), choosy, BatchPlan(3, 24, 64, 2, 0, 1)).batches(0))
 
     assert choosy.calls < len(given) / 2
     assert all(map(same, given, loader(committed).batches(0)))

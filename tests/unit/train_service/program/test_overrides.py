@@ -14,7 +14,7 @@ from shared.model_spec import ModelSpec
 from train_service.attempt.script_process import other_settings
 from train_service.convert_specs import spec_from_proto, spec_to_proto
 from train_service.domain.spec import CPU, GPU, CheckpointPolicy, Placement, TrainingSpec, spec_of_job
-from train_service.program.fit_calls import Asked, overridden, settled
+from train_service.program.fit_calls import TrainerSettings, overridden, settled
 
 SPEC = TrainingSpec(
     dataset_version="",
@@ -30,7 +30,7 @@ SPEC = TrainingSpec(
 
 
 def test_what_the_job_has_too_is_not_overridden() -> None:
-    same = Asked(
+    same = TrainerSettings(
         num_workers=[2, 4],
         use_gpu=True,
         resources_per_worker={"CPU": 1, "disk": 1.0, "memory": 0, "accelerator_type:A100": 0.001},
@@ -39,11 +39,11 @@ def test_what_the_job_has_too_is_not_overridden() -> None:
         num_to_keep=2,
     )
     assert overridden(same, SPEC, use_gpu=True) == []
-    assert overridden(Asked(num_workers=4), replace(SPEC, min_workers=0), use_gpu=False) == []
+    assert overridden(TrainerSettings(num_workers=4), replace(SPEC, min_workers=0), use_gpu=False) == []
 
 
 def test_all_else_is_said_once_each() -> None:
-    other = Asked(
+    other = TrainerSettings(
         num_workers=8,
         use_gpu=True,
         resources_per_worker={"accelerator_type:T4": 0.0001, "CPU": 2, "tape": 1.0},
@@ -83,7 +83,7 @@ def test_all_else_is_said_once_each() -> None:
         "ScalingConfig(resources_per_worker={'tape': 1.0}) is not used: the job's placement says what workers need",
         "train_loop_config['lr'] is 0.2, by the job's configuration, and not 0.1",
     ]
-    assert overridden(Asked(num_workers=[2, 4]), SPEC, use_gpu=True) == [
+    assert overridden(TrainerSettings(num_workers=[2, 4]), SPEC, use_gpu=True) == [
         "the job's workers have GPUs, without ScalingConfig(use_gpu=True)"
     ]
 
@@ -93,7 +93,7 @@ def job_of_script(**fields: object) -> TrainingSpec:
     return spec_from_proto(resources_pb2.TrainingSpec(program=program, **fields), ())  # type: ignore[arg-type]
 
 
-FULL = Asked(
+FULL = TrainerSettings(
     num_workers=[2, 6],
     use_gpu=True,
     resources_per_worker={"CPU": 0.5, "GPU": 2, "disk": 1.0, "tape": 0},
@@ -142,30 +142,32 @@ def test_the_callers_values_win_one_by_one() -> None:
 
 
 def test_without_gpus_a_run_takes_neither_their_type_nor_nccl() -> None:
-    asked = Asked(num_workers=2, use_gpu=True, accelerator_type="T4", backend="nccl")
+    asked = TrainerSettings(num_workers=2, use_gpu=True, accelerator_type="T4", backend="nccl")
     _, spec = settled(asked, job_of_script(), 0, lambda _: CPU, "cells.py:3")
 
     assert (spec.placement.accelerator_type, spec.placement.backend) == ("", "")
     assert spec.placement.gpus_per_worker is None  # as the cluster has them
-    _, without = settled(Asked(num_workers=2), job_of_script(), 0, lambda _: CPU, "cells.py:3")
+    _, without = settled(TrainerSettings(num_workers=2), job_of_script(), 0, lambda _: CPU, "cells.py:3")
     assert without.placement.gpus_per_worker == 0
 
 
 def test_another_number_of_gpus_than_one_waits_for_no_gpu_either() -> None:
-    asked = Asked(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
+    asked = TrainerSettings(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.5})
     assert settled(asked, job_of_script(), 0, lambda _: CPU, "cells.py:3")[1].placement.gpus_per_worker is None
     assert settled(asked, job_of_script(), 0, lambda _: GPU, "cells.py:3")[1].placement.gpus_per_worker == 0.5
 
 
 def test_local_mode_by_the_caller_takes_nothing_that_is_of_workers() -> None:
-    asked = Asked(num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.25, "memory": 1e9}, max_failures=1)
+    asked = TrainerSettings(
+        num_workers=2, use_gpu=True, resources_per_worker={"GPU": 0.25, "memory": 1e9}, max_failures=1
+    )
     _, spec = settled(asked, job_of_script(num_workers=0), 0, lambda _: CPU, "cells.py:3")
     assert (spec.local, spec.max_failures, spec.placement) == (True, 1, Placement())
 
 
 def test_the_order_of_a_metric_goes_with_the_metric() -> None:
     """Ray's default order is `max`: a loss of the caller's would be kept where it is worst."""
-    asked = Asked(num_workers=2, num_to_keep=1, score_attribute="accuracy", score_order="max")
+    asked = TrainerSettings(num_workers=2, num_to_keep=1, score_attribute="accuracy", score_order="max")
     job = job_of_script(checkpoints=resources_pb2.CheckpointPolicy(best_metric="loss"))
     _, spec = settled(asked, job, 0, lambda _: CPU, "cells.py:3")
     assert (spec.checkpoints.best_metric, spec.checkpoints.maximize) == ("loss", False)
@@ -176,26 +178,26 @@ def test_the_order_of_a_metric_goes_with_the_metric() -> None:
 )
 def test_another_range_of_workers_is_said_once(num_workers: int, min_workers: int, field: str) -> None:
     spec = replace(SPEC, num_workers=num_workers, min_workers=min_workers, placement=Placement(), max_failures=0)
-    said = overridden(Asked(num_workers=[2, 4]), spec, use_gpu=False)
+    said = overridden(TrainerSettings(num_workers=[2, 4]), spec, use_gpu=False)
     assert said == ([f"the job's {field} counts, and not ScalingConfig(num_workers=(2, 4))"] if field else [])
 
 
 def test_the_order_of_rows_stays_with_the_first_run() -> None:
-    _, more = settled(Asked(num_workers=20), job_of_script(), 24, lambda _: CPU, "cells.py:3")
+    _, more = settled(TrainerSettings(num_workers=20), job_of_script(), 24, lambda _: CPU, "cells.py:3")
     assert (more.num_workers, more.lanes) == (20, 24)
     with pytest.raises(InvalidArgument, match=r"cells.py:3: ScalingConfig\(num_workers=30\) is more than the 24 lanes"):
-        settled(Asked(num_workers=30), job_of_script(), 24, lambda _: CPU, "cells.py:3")
-    assert settled(Asked(num_workers=30), job_of_script(), 0, lambda _: CPU, "cells.py:3")[1].lanes == 60
+        settled(TrainerSettings(num_workers=30), job_of_script(), 24, lambda _: CPU, "cells.py:3")
+    assert settled(TrainerSettings(num_workers=30), job_of_script(), 0, lambda _: CPU, "cells.py:3")[1].lanes == 60
 
 
 def test_what_no_run_can_be_is_refused_with_the_scripts_line() -> None:
     with pytest.raises(InvalidArgument) as caught:
-        settled(Asked(num_workers=80), job_of_script(), 0, lambda _: CPU, "cells.py:3")
+        settled(TrainerSettings(num_workers=80), job_of_script(), 0, lambda _: CPU, "cells.py:3")
     assert caught.value.message.startswith("cells.py:3: of the trainer's configurations: spec.num_workers: 80")
 
 
 def test_a_script_in_local_mode_asks_for_no_workers() -> None:
-    asked = Asked(num_workers=0, use_gpu=True, resources_per_worker={"GPU": 2}, max_failures=1)
+    asked = TrainerSettings(num_workers=0, use_gpu=True, resources_per_worker={"GPU": 2}, max_failures=1)
     _, spec = settled(asked, job_of_script(), 0, lambda _: CPU, "cells.py:3")
     assert (spec.local, spec.max_failures, spec.placement.gpus_per_worker) == (True, 1, None)
 

@@ -32,7 +32,7 @@ from tests.support.waiting import wait_until
 from tests.unit.train_service.program.test_reports import ANSWERED_S, BUNDLE, JOB, Attempt
 from train_service import store_retry
 from train_service.program.report_sender import ASYNC, NO_UPLOAD, SYNC
-from train_service.program.signing import AskedVersions, StoreSigner
+from train_service.program.signing import RemoteVersions, StoreSigner
 from train_service.program.worker_setup import NodeCopies
 from train_service.store_retry import waits_for_store
 from train_service.worker.heartbeat import HeartbeatSender
@@ -242,7 +242,7 @@ def test_a_rank_finds_and_reads_the_version_of_its_job(
 ) -> None:
     commit_version(store, VERSION, {"train": striped_digits(300), "validation": striped_digits(40, 1)})
     run = attempt(dataset_version=VERSION)
-    versions = [AskedVersions(one, heartbeat) for one, heartbeat in zip(run.stores, run.heartbeats, strict=True)]
+    versions = [RemoteVersions(one, heartbeat) for one, heartbeat in zip(run.stores, run.heartbeats, strict=True)]
     found = versions[0].load(VERSION)
     assert found == load_version(store, VERSION)
     assert versions[1].load(VERSION) == found
@@ -266,7 +266,7 @@ def test_a_rank_reads_the_pages_and_files_of_a_large_version_and_no_other(
     make_versions_paged(monkeypatch, file_bytes=250_000)
     commit_version(store, VERSION, {"train": striped_digits(700)})
     run = attempt(dataset_version=VERSION)
-    rank, versions = run.stores[0], AskedVersions(run.stores[0], run.heartbeats[0])
+    rank, versions = run.stores[0], RemoteVersions(run.stores[0], run.heartbeats[0])
     found = versions.load(VERSION)
     assert found.manifest.pages is not None
     reader = VersionReader(rank, found, check_there=versions.check_not_deleted)

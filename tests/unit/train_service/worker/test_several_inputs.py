@@ -45,7 +45,7 @@ from tests.unit.train_service.worker.test_loop import entries, events, lose_and_
 from train_service.domain.spec import FSDP, OptimizerSpec, Placement, TrainingSpec, settled
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
-from train_service.loading.loader import Batch, Batches
+from train_service.loading.loader import Batch, LoaderFactory
 from train_service.records.event_log import EventKind
 from train_service.torch_dataset import TrainingBatches
 
@@ -60,7 +60,7 @@ def here(store: ObjectStore) -> Iterator[None]:
 
 
 def first_batches(store: ObjectStore, spec: TrainingSpec, ranks: Ranks = ALONE, steps: int = 5) -> list[Batch]:
-    batches = Batches(store, load_version(store, VERSION), spec)
+    batches = LoaderFactory(store, load_version(store, VERSION), spec)
     given = batches.loader(ranks.rank, ranks.world_size).batches(0)
     try:
         return [next(given) for _ in range(steps)]
@@ -89,7 +89,7 @@ def test_each_input_of_a_batch_is_a_tensor_of_the_rows_in_their_order(store: Obj
 def test_a_loop_of_ones_own_gets_the_same_dict(store: ObjectStore) -> None:
     spec = spec_of_four(store)
     (batch, *_) = first_batches(store, spec)
-    loader = Batches(store, load_version(store, VERSION), spec).loader(0, 1)
+    loader = LoaderFactory(store, load_version(store, VERSION), spec).loader(0, 1)
 
     inputs, labels = next(iter(DataLoader(TrainingBatches(loader), batch_size=None)))
 
@@ -151,7 +151,7 @@ def test_a_checkpoint_names_the_inputs_and_its_model_answers_as_in_training(stor
 
 
 def learner_of(spec: TrainingSpec, ranks: Ranks, store: ObjectStore) -> Learner:
-    batches = Batches(store, load_version(store, VERSION), spec)
+    batches = LoaderFactory(store, load_version(store, VERSION), spec)
     return Learner(spec, ranks, batches.preprocessing.output, 5, 10)
 
 
@@ -203,7 +203,7 @@ def test_pieces_of_ray_data_hold_the_same_records(store: ObjectStore) -> None:
     spec = spec_of_four(store)
     (batch, *_) = first_batches(store, spec)
     table_of_piece = _Piece(batch.inputs, batch.labels, batch.row_ids).table()
-    row = Batches(store, load_version(store, VERSION), spec).preprocessing.output
+    row = LoaderFactory(store, load_version(store, VERSION), spec).preprocessing.output
 
     again = _Piece.from_table(table_of_piece.slice(3), row)
 
@@ -221,7 +221,7 @@ def test_a_null_that_no_step_fills_is_refused_with_its_row_and_column(store: Obj
     name = "datasets/nulls/versions/v1"
     commit_tables(store, {"train": rows.set_column(at, "age", [ages])}, name)
     spec = spec_of_four(store, dataset_version=name, validation_split="")
-    batches = Batches(store, load_version(store, name), spec)
+    batches = LoaderFactory(store, load_version(store, name), spec)
 
     with pytest.raises(InvalidArgument) as refused:
         list(batches.loader(0, 1).batches(0))

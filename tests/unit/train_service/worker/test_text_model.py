@@ -39,7 +39,7 @@ from train_service.domain.spec import DDP, FSDP, LossSpec, OptimizerSpec, Placem
 from train_service.jobs.model_check import check_model
 from train_service.learning.learner import Learner
 from train_service.learning.ranks import Ranks
-from train_service.loading.loader import Batches
+from train_service.loading.loader import LoaderFactory
 from train_service.loading.preprocessing import check_padding, fitted
 
 LENGTH = 16
@@ -159,7 +159,7 @@ def test_training_and_serving_prepare_the_same_bits(store: ObjectStore, version:
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)
     served = ServedModel(checkpoint)
     written = texts(TRAIN_ROWS, 1)["text"].to_pylist()
-    loader = Batches(store, load_version(store, version), spec).loader(0, 1)
+    loader = LoaderFactory(store, load_version(store, version), spec).loader(0, 1)
 
     for batch in loader.batches(0):
         rows = np.asarray([written[row].encode() for row in batch.row_ids.tolist()], object)
@@ -295,7 +295,7 @@ def test_a_hugging_face_folder_answers_as_the_library_does_and_can_be_tuned(
 def on_ranks(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> dict[str, Any]:
     """The weights after the first steps, for each way of being parallel."""
     store = open_store(settings)
-    given = Batches(store, load_version(store, spec.dataset_version), spec)
+    given = LoaderFactory(store, load_version(store, spec.dataset_version), spec)
     made = {}
     for parallel in (DDP, FSDP):
         learner = Learner(
