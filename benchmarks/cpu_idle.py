@@ -16,7 +16,7 @@ REST_TIMEOUT_S = 30.0
 
 
 def come_to_rest() -> None:
-    """Waits until the processors were idle for `POLLS` polls; prints a warning after a timeout."""
+    """Wait until the processors were idle for `POLLS` polls; print a warning after a timeout."""
     until = time.monotonic() + REST_TIMEOUT_S
     calm, before = 0, _times()
     while calm < POLLS:
@@ -30,6 +30,6 @@ def come_to_rest() -> None:
 
 
 def _times() -> tuple[int, int]:
-    """Returns the idle and the total time of all processors, in ticks."""
+    """Return the idle and the total time of all processors, in ticks."""
     ticks = [int(one) for one in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return ticks[3] + ticks[4], sum(ticks)

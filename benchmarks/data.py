@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _throughput(given: argparse.Namespace) -> tuple[Rates, dict[str, int]]:
-    """Returns the rates, and the bytes of a version and of a file that plain pyarrow writes of the same rows."""
+    """Return the rates, and the bytes of a version and of a file that plain pyarrow writes of the same rows."""
     rates: Rates = {}
     with (
         _place(given.store, WORKERS_STAY) as (settings, head, folder),
@@ -113,7 +113,7 @@ def _throughput(given: argparse.Namespace) -> tuple[Rates, dict[str, int]]:
 
 @contextmanager
 def _place(store: str, environ: Mapping[str, str]) -> Iterator[tuple[StoreSettings, RayHead, Path]]:
-    """Provides an empty store, a Ray head and a folder."""
+    """Provide an empty store, a Ray head and a folder."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-data-")))
         settings = _store(stack, store, folder)
@@ -241,7 +241,7 @@ def _reading(bench: Bench, version: str) -> Rates:
 
 
 def _memory(store: str, rows: int) -> dict[str, float]:
-    """Returns the peak memory of upload, import and transform, on a new service, head and store."""
+    """Return the peak memory of upload, import and transform, on a new service, head and store."""
     peaks = {}
     for times in (1, GROWTH):
         with _place(store, {}) as (settings, head, folder), _bench(settings, head, folder, rows * times, 1) as bench:

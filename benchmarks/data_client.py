@@ -38,12 +38,12 @@ def rows_in_memory(row_count: int) -> pa.Table:
 
 
 def warm_up(row_count: int) -> None:
-    """Creates the rows in advance, so that no contender is charged for them."""
+    """Create the rows in advance, so that no contender is charged for them."""
     rows_in_memory(row_count)
 
 
 def ingest(address: str, dataset: str, row_count: int, compression: str | None) -> tuple[float, str]:
-    """Uploads the rows as an Arrow stream and imports it while it arrives; also returns the ACTIVE version's name."""
+    """Upload the rows as an Arrow stream and import it while it arrives; also returns the ACTIVE version's name."""
     table = rows_in_memory(row_count)
     upload_id = f"u{uuid.uuid4().hex[:12]}"
     operations: list[Operation[DatasetVersion]] = []
@@ -65,7 +65,7 @@ def ingest(address: str, dataset: str, row_count: int, compression: str | None) 
 
 
 def write_with_pyarrow(settings: StoreSettings, row_count: int, as_bytes: bool) -> float:
-    """Writes the same rows to the same store with pyarrow.
+    """Write the same rows to the same store with pyarrow.
 
     It writes the table that ours uploads, whose tensors Parquet writes as lists. With `as_bytes`, images are bytes of a
     fixed size, as in our files, which Parquet writes and reads much faster.
@@ -81,7 +81,7 @@ def write_with_pyarrow(settings: StoreSettings, row_count: int, as_bytes: bool) 
 
 
 def size_with_pyarrow(settings: StoreSettings, row_count: int) -> int:
-    """Returns the bytes of the same rows, images as bytes of a fixed size, as pyarrow writes them by default."""
+    """Return the bytes of the same rows, images as bytes of a fixed size, as pyarrow writes them by default."""
     store = open_store(settings)
     store.filesystem().create_dir("peers", recursive=True)
     pq.write_table(to_stored(rows_in_memory(row_count)), "peers/plain.parquet", filesystem=store.filesystem())
@@ -91,7 +91,7 @@ def size_with_pyarrow(settings: StoreSettings, row_count: int) -> int:
 
 
 def transform(address: str, source: str) -> tuple[float, str]:
-    """Runs our normalising pipeline, until the new version is ACTIVE."""
+    """Run our normalising pipeline, until the new version is ACTIVE."""
     with millrace_client.connect(data=address) as client:
         began = time.perf_counter()
         operation = client.data.transform_version(
@@ -107,7 +107,7 @@ def delete(address: str, version: str) -> None:
 
 
 def read(address: str, version: str, row_count: int) -> float:
-    """Reads the version with `ReadVersion` into one Arrow table."""
+    """Read the version with `ReadVersion` into one Arrow table."""
     with millrace_client.connect(data=address) as client:
         began = time.perf_counter()
         table = client.data.read_table(version, columns=COLUMNS)
@@ -117,7 +117,7 @@ def read(address: str, version: str, row_count: int) -> float:
 
 
 def read_with_pyarrow(settings: StoreSettings, paths: Sequence[str], row_count: int, together: bool) -> float:
-    """Reads the same files with page checksums verified: one after the other, or as one dataset."""
+    """Read the same files with page checksums verified: one after the other, or as one dataset."""
     filesystem = open_store(settings).filesystem()
     options: dict[str, Any] = {"columns": COLUMNS, "filesystem": filesystem, "page_checksum_verification": True}
     began = time.perf_counter()

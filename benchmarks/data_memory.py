@@ -54,7 +54,7 @@ class PeakMemory:
 
 
 def _family(pid: int) -> list[int]:
-    """Returns the process and all its descendants."""
+    """Return the process and all its descendants."""
     found = [pid]
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():

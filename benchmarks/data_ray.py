@@ -32,7 +32,7 @@ GIVEN_FORMS = ("lists", "bytes")
 
 
 def connect(address: str) -> None:
-    """Connects to Ray; call it once in the process."""
+    """Connect to Ray; call it once in the process."""
     ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     logging.getLogger("ray.data").setLevel(logging.WARNING)
     context = DataContext.get_current()
@@ -41,7 +41,7 @@ def connect(address: str) -> None:
 
 
 def map_batches(settings: StoreSettings, paths: Sequence[str], into: str, batch_size: int | None, form: str) -> float:
-    """Runs the optimised variant and returns seconds.
+    """Run the optimised variant and return seconds.
 
     It uses zero-copy batches of Arrow, one vectorised pass in place, the same compression and checksums, and no
     dictionaries.
@@ -88,7 +88,7 @@ def _normalised(column: pa.ChunkedArray) -> np.ndarray[tuple[int], np.dtype[np.f
 
 
 def row_map(settings: StoreSettings, row_count: int, into: str, form: str) -> float:
-    """Runs the variant of Ray's tutorial and returns seconds.
+    """Run the variant of Ray's tutorial and return seconds.
 
     It makes one Python call a row; `form` is one of `GIVEN_FORMS`.
     """

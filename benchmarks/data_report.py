@@ -38,7 +38,7 @@ VERSION_SIZE_AT_MAX = 1.3
 def report(
     rates: Rates, memory: Mapping[str, float], given: Mapping[str, Any], sizes: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
-    """Returns the result as one JSON object.
+    """Return the result as one JSON object.
 
     `memory` and `sizes` are empty, and ratios are missing, if they were not measured.
     """
@@ -76,7 +76,7 @@ def report(
 
 
 def _without_bars(medians: Mapping[str, float]) -> dict[str, float]:
-    """Returns ratios to the same peers with another form of input, which have no bars.
+    """Return ratios to the same peers with another form of input, which have no bars.
 
     pyarrow writes the same table that ours uploads, whose tensors it writes as lists; the tutorial's variant gets
     images as bytes instead of lists.

@@ -23,7 +23,7 @@ def mnist_folder() -> Path:
 
 
 def mnist_arrays(row_count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Returns images (rows, 28, 28) and labels (rows,)."""
+    """Return images (rows, 28, 28) and labels (rows,)."""
     images = np.concatenate([_idx(f"{part}-images-idx3-ubyte.gz", IMAGES_HEADER) for part in ("train", "t10k")])
     labels = np.concatenate([_idx(f"{part}-labels-idx1-ubyte.gz", LABELS_HEADER) for part in ("train", "t10k")])
     repeated = np.resize(images.reshape(-1, SIDE, SIDE), (row_count, SIDE, SIDE))
@@ -31,7 +31,7 @@ def mnist_arrays(row_count: int) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def digits(row_count: int) -> pa.Table:
-    """Returns `image`, uint8 tensors of (28, 28), and `label`, int64."""
+    """Return `image`, uint8 tensors of (28, 28), and `label`, int64."""
     images, labels = mnist_arrays(row_count)
     return pa.table({"image": tensor_array(images), "label": labels})
 

@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _check(place: Place, name: str, address: str) -> None:
-    """Checks that this contender gives the model's own answers."""
+    """Check that this contender gives the model's own answers."""
     given = place.in_clients(serve_load.logits, address, CHECKED_ROWS)
     wanted = place.bare("logits", serve_load.images(serve_load.DISTINCT)[:CHECKED_ROWS])
     if not np.allclose(given, wanted, rtol=0, atol=TOLERANCE):
@@ -87,7 +87,7 @@ def _check(place: Place, name: str, address: str) -> None:
 
 
 def _in_turn(repeats: int, contenders: dict[str, Callable[[], float]], unit: str) -> dict[str, list[float]]:
-    """Returns the figures of each contender, turn by turn, without the first turn."""
+    """Return the figures of each contender, turn by turn, without the first turn."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(repeats + 1):
         for name, run in contenders.items():
@@ -115,7 +115,7 @@ def _answered_or_refused(measured: Measured) -> None:
 
 
 def _peers(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Measures each peer with the best of the tried batch waits."""
+    """Measure each peer with the best of the tried batch waits."""
     with ExitStack() as stack:
         waits: dict[str, float] = {}
         waits["mlserver"] = _best(serve_mlserver.BATCH_WAITS_S, partial(_try_mlserver, place))
@@ -160,7 +160,7 @@ def _try_ray_serve(place: Place, address: str, set_wait: Callable[[float], None]
 
 
 def _model(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Measures ours at `IN_FLIGHT`, then the bare model at its best batch size, and at the served batch sizes."""
+    """Measure ours at `IN_FLIGHT`, then the bare model at its best batch size, and at the served batch sizes."""
     served: Counter[int] = Counter()
     last: dict[int, int] = {}
 
@@ -193,7 +193,7 @@ def _model(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 
 
 def _alone(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Measures one request at a time, from the client's call to its answer."""
+    """Measure one request at a time, from the client's call to its answer."""
 
     def ours() -> float:
         measured: Measured = place.in_clients(serve_load.closed, place.address, 1, seconds)
@@ -214,7 +214,7 @@ def _alone(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 
 
 def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
-    """Measures arrivals at two and four times the sustainable rate, in turn with arrivals at that rate.
+    """Measure arrivals at two and four times the sustainable rate, in turn with arrivals at that rate.
 
     The clients share the machine with the service, so their CPU time is reported too.
     """
@@ -255,7 +255,7 @@ def _overload(place: Place, repeats: int, seconds: float) -> dict[str, Any]:
 
 
 def _sustainable(place: Place, seconds: float) -> float:
-    """Returns the highest tried rate at which `SUSTAINED` of the requests are answered within the deadline."""
+    """Return the highest tried rate at which `SUSTAINED` of the requests are answered within the deadline."""
     most = _throughput(place, place.address, seconds)
     for share in SHARES_TRIED:
         measured: Measured = place.in_clients(

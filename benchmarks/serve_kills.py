@@ -24,7 +24,7 @@ REPLICA = "ray::ServeReplica"
 
 
 def kills(place: Place, count: int, replicas: int) -> Measured:
-    """Returns the clients' results during the kills; the deployment has `replicas` replicas."""
+    """Return the clients' results during the kills; the deployment has `replicas` replicas."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=_connect, initargs=(place.head.address,)) as watcher:
         try:
@@ -46,7 +46,7 @@ def _kill_each(place: Place, watcher: ProcessPoolExecutor, count: int, replicas:
 
 
 def _wait_until_replaced(place: Place, watcher: ProcessPoolExecutor, replicas: int, victim: int) -> None:
-    """Waits until Ray Serve reports all replicas running, without the victim."""
+    """Wait until Ray Serve reports all replicas running, without the victim."""
 
     def replaced() -> bool:
         pids = place.head.processes(REPLICA)
@@ -60,6 +60,6 @@ def _connect(address: str) -> None:
 
 
 def _running() -> int:
-    """Returns the replicas, of all applications, that Ray Serve reports as running."""
+    """Return the replicas, of all applications, that Ray Serve reports as running."""
     deployments = [one for app in serve.status().applications.values() for one in app.deployments.values()]
     return sum(one.replica_states.get(ReplicaState.RUNNING, 0) for one in deployments)

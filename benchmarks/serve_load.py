@@ -21,13 +21,13 @@ WARM_UP_S = 1.0
 
 
 def images(count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint8]]:
-    """Returns noise, (count, 28, 28)."""
+    """Return noise, (count, 28, 28)."""
     return np.random.default_rng(1).integers(0, 256, (count, SIDE, SIDE), np.uint8)
 
 
 @lru_cache(maxsize=1)
 def _requests() -> list[bytes]:
-    """Returns requests of one image each; all contenders answer with logits only."""
+    """Return requests of one image each; all contenders answer with logits only."""
     return requests_of(MODEL, {"image": images(DISTINCT)}, outputs=["logits"])
 
 
@@ -42,14 +42,14 @@ def opened(address: str, rate: float, seconds: float, deadline_s: float, seed: i
 def opened_counting_cpu(
     address: str, rate: float, seconds: float, deadline_s: float, seed: int
 ) -> tuple[Measured, float]:
-    """Returns the same result, with the CPU seconds of all threads of this process, including the warm-up."""
+    """Return the same result, with the CPU seconds of all threads of this process, including the warm-up."""
     began_s = time.process_time()
     measured = opened(address, rate, seconds, deadline_s, seed)
     return measured, time.process_time() - began_s
 
 
 def closed_until(address: str, in_flight: int, deadline_s: float, stop: Path, timeout_s: float) -> Measured:
-    """Runs until the file `stop` exists, which is polled every second."""
+    """Run until the file `stop` exists, which is polled every second."""
     began_s = time.perf_counter()
     outcomes: list[Outcome] = []
     while not stop.exists() and time.perf_counter() < began_s + timeout_s:
@@ -58,7 +58,7 @@ def closed_until(address: str, in_flight: int, deadline_s: float, stop: Path, ti
 
 
 def logits(address: str, count: int) -> np.ndarray:
-    """Returns (count, 10) logits of the first images of the load, requested one by one."""
+    """Return (count, 10) logits of the first images of the load, requested one by one."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         stub = pb_grpc.GRPCInferenceServiceStub(channel)
         answers = []

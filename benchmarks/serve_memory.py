@@ -32,16 +32,16 @@ class ProcessMemory:
         self._resident_mib.append(int(line.split()[1]) / 1024)
 
     def open_files(self) -> int:
-        """Returns the number of open files, including sockets."""
+        """Return the number of open files, including sockets."""
         return len(list((self._folder / "fd").iterdir()))
 
     def held(self, warm_up_share: float, min_warm_up: float) -> Held:
-        """Returns the quarters without the first samples: a share of them, and at least `min_warm_up`."""
+        """Return the quarters without the first samples: a share of them, and at least `min_warm_up`."""
         return quarters(self._resident_mib, warm_up_share, min_warm_up)
 
 
 def quarters(samples: Sequence[float], warm_up_share: float, min_warm_up: float) -> Held:
-    """Returns the quarters; raises `ValueError` if fewer than four samples are left."""
+    """Return the quarters; raise `ValueError` if fewer than four samples are left."""
     counted = samples[round(max(len(samples) * warm_up_share, min_warm_up)) :]
     if len(counted) < 4:
         raise ValueError(f"{len(samples)} samples are too few; soak for longer")

@@ -31,7 +31,7 @@ HOST = "127.0.0.1"
 
 
 def environment() -> Path:
-    """Returns the Python of MLServer's environment, which is created below MILLRACE_CACHE if necessary, one for each
+    """Return the Python of MLServer's environment, which is created below MILLRACE_CACHE if necessary, one for each
     lock.
     """
     cache = Path(os.environ.get("MILLRACE_CACHE") or ".cache").absolute()
@@ -49,7 +49,7 @@ def environment() -> Path:
 
 @contextmanager
 def running(weights: Path, threads: int, batch_wait_s: float) -> Iterator[str]:
-    """Yields the gRPC address once the model answers."""
+    """Yield the gRPC address once the model answers."""
     python = environment()
     with tempfile.TemporaryDirectory(prefix="bench-mlserver-") as scratch:
         folder = Path(scratch)

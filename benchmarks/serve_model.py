@@ -22,9 +22,9 @@ RUNS, WARM_UP_RUNS = 7, 2
 
 
 def write_checkpoints(settings: StoreSettings) -> tuple[tuple[str, ...], Path]:
-    """Commits two checkpoints with the same weights to a store in a folder.
+    """Commit two checkpoints with the same weights to a store in a folder.
 
-    Returns their names, and the file of the weights of the first.
+    Return their names, and the file of the weights of the first.
     """
     store = open_store(settings)
     written = [write(store, name) for name in ("c1", "c2")]
@@ -40,13 +40,13 @@ class BareModel:
         self._module = make_module()
 
     def logits(self, given: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> np.ndarray:
-        """Returns (B, 10) logits of uint8 images (B, 28, 28)."""
+        """Return (B, 10) logits of uint8 images (B, 28, 28)."""
         with torch.inference_mode():
             made: np.ndarray = self._module(prepared(given)).numpy()
         return made
 
     def seconds(self, batch_size: int, runs: int = RUNS) -> list[float]:
-        """Returns the seconds of each of `runs` forward passes."""
+        """Return the seconds of each of `runs` forward passes."""
         inputs = prepared(images(batch_size))
         took_s = []
         with torch.inference_mode():
@@ -58,11 +58,11 @@ class BareModel:
         return took_s
 
     def limit_per_s(self, batches: Mapping[int, int]) -> float:
-        """Returns the images a second of consecutive batches with these sizes and counts, and nothing else."""
+        """Return the images a second of consecutive batches with these sizes and counts, and nothing else."""
         total_s = sum(count * statistics.median(self.seconds(size)) for size, count in batches.items())
         return sum(size * count for size, count in batches.items()) / total_s
 
 
 def prepared(given: np.ndarray[tuple[int, ...], np.dtype[np.uint8]]) -> torch.Tensor:
-    """Prepares images as the checkpoint's steps do: float32 (B, 1, 28, 28)."""
+    """Prepare images as the checkpoint's steps do: float32 (B, 1, 28, 28)."""
     return ((torch.from_numpy(given.copy()).float() / 255 - MEAN) / STD).unsqueeze(1)

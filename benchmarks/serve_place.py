@@ -55,7 +55,7 @@ class Serving:
         return self.clients.submit(task, *arguments).result()
 
     def asked_meanwhile(self, work: Callable[[], None], timeout_s: float) -> Measured:
-        """Returns the clients' results while `work` changes the deployment.
+        """Return the clients' results while `work` changes the deployment.
 
         The clients send requests without a pause, each with `SWAP_DEADLINE_S`.
         """
@@ -71,7 +71,7 @@ class Serving:
         return measured
 
     def deploy(self, replicas: int = 1) -> None:
-        """Deploys the checkpoint as the model of the load, replacing an existing one; returns when it answers."""
+        """Deploy the checkpoint as the model of the load, replacing an existing one; return when it answers."""
         name = f"deployments/{MODEL}"
         with millrace_client.connect(inference=self.address) as client:
             if any(one.name == name for one in client.deployments.list_deployments()):
@@ -90,7 +90,7 @@ class Place(Serving):
     model: ProcessPoolExecutor
 
     def bare(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of `BareModel`."""
+        """Call a method of `BareModel`."""
         return self.model.submit(_bare, method, *arguments).result()
 
 
@@ -129,7 +129,7 @@ def our_place(folder: Path) -> Iterator[Place]:
 
 @contextmanager
 def ray_serve(weights: Path) -> Iterator[tuple[str, Callable[[float], None]]]:
-    """Yields the address of the peer on Ray Serve, and a function that sets its batch wait."""
+    """Yield the address of the peer on Ray Serve, and a function that sets its batch wait."""
     port, http_port = free_ports(2)
     spawn = multiprocessing.get_context("spawn")
     with (

@@ -18,7 +18,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def profile(place: Place, seconds: float) -> tuple[str, list[dict[str, float]]]:
-    """Returns the table in Markdown, and its figures as a dictionary for each load.
+    """Return the table in Markdown, and its figures as a dictionary for each load.
 
     Times are means, in milliseconds.
     """
@@ -65,7 +65,7 @@ def _of_load(place: Place, in_flight: int, seconds: float) -> dict[str, float]:
 
 
 def _cpu_s(pids: Sequence[int]) -> float:
-    """Returns the CPU seconds of these processes so far."""
+    """Return the CPU seconds of these processes so far."""
     ticks = 0
     for pid in pids:
         with suppress(OSError):  # one that has ended

@@ -30,7 +30,7 @@ MAX_ONGOING = 512
 
 
 def loopback_only() -> None:
-    """Binds Serve's gRPC proxy to loopback; run it in each of Ray's workers.
+    """Bind Serve's gRPC proxy to loopback; run it in each of Ray's workers.
 
     The proxy binds all interfaces, and has no option for it.
     """
@@ -43,7 +43,7 @@ def loopback_only() -> None:
 
 
 def start(ray_address: str, weights: str, threads: int, port: int, http_port: int) -> None:
-    """Starts serving on `port`, before it returns; call it once in the process."""
+    """Start serving on `port`, before it returns; call it once in the process."""
     ray.init(
         address=ray_address,
         log_to_driver=False,
@@ -63,7 +63,7 @@ def start(ray_address: str, weights: str, threads: int, port: int, http_port: in
 
 
 def wait(weights: str, threads: int, batch_wait_s: float) -> None:
-    """Sets the batch wait before it returns; an existing replica continues."""
+    """Set the batch wait before it returns; an existing replica continues."""
     deployment = serve.deployment(
         num_replicas=1,
         max_ongoing_requests=MAX_ONGOING,
@@ -75,7 +75,7 @@ def wait(weights: str, threads: int, batch_wait_s: float) -> None:
 
 
 def stop() -> None:
-    """Disconnects from Ray; call it before the head ends, since otherwise Ray ends this process."""
+    """Disconnect from Ray; call it before the head ends, since otherwise Ray ends this process."""
     ray.shutdown()
 
 
@@ -85,7 +85,7 @@ class Digits:
         self._module = self._thread.submit(_load, weights, threads).result()
 
     def reconfigure(self, config: dict[str, float]) -> None:
-        """Applies the deployment's `user_config`, which Ray Serve passes."""
+        """Apply the deployment's `user_config`, which Ray Serve passes."""
         self._batched.set_batch_wait_timeout_s(config["batch_wait_s"])  # type: ignore[attr-defined]
 
     async def ModelInfer(self, request: pb.ModelInferRequest) -> pb.ModelInferResponse:  # noqa: N802

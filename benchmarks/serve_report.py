@@ -24,7 +24,7 @@ BARS = {
 
 
 def report(figures: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the result as one JSON object.
+    """Return the result as one JSON object.
 
     Bars of parts that were not run are listed, but neither met nor missed.
     """

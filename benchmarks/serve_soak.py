@@ -72,7 +72,7 @@ def _soaked(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def _watch(load: Future[Counted], head: RayHead, service: ServiceProcess) -> dict[str, Held]:
-    """Samples the memory of the service and of each replica until the load ends."""
+    """Sample the memory of the service and of each replica until the load ends."""
     pids = {"service": service.pid, **{f"replica {pid}": pid for pid in head.processes(REPLICA)}}
     assert len(pids) == 1 + REPLICAS, pids
     watched = {name: ProcessMemory(pid) for name, pid in pids.items()}

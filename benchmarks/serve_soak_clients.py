@@ -51,7 +51,7 @@ EXPECTED = {
 
 
 def soak(address: str, seconds: float, seed: int) -> Counted:
-    """Runs the clients for `seconds`; each call is followed to its end."""
+    """Run the clients for `seconds`; each call is followed to its end."""
     return asyncio.run(_soak(address, seconds, seed))
 
 
@@ -136,7 +136,7 @@ async def _flood(_: str, channel: aio.Channel, random_: random.Random) -> list[s
 
 
 async def _left(address: str, _: aio.Channel, random_: random.Random) -> list[str]:
-    """Opens streams over another connection, sends requests on some of them, and disconnects abruptly."""
+    """Open streams over another connection, send requests on some of them, and disconnect abruptly."""
     async with _channel(address) as channel:
         streams = [_stub(channel).ModelStreamInfer() for _ in range(STREAMS_LEFT)]
         asking = streams[-ASKING_OF_THEM:]
@@ -175,12 +175,12 @@ def _stub(channel: aio.Channel) -> Any:
 
 
 def _raw(channel: Any) -> Any:
-    """Returns a call for messages given as bytes, which the stub's types do not allow."""
+    """Return a call for messages given as bytes, which the stub's types do not allow."""
     return channel.unary_unary(METHOD)
 
 
 def _good(random_: random.Random) -> pb.ModelInferRequest:
-    """Returns a request of one to four images."""
+    """Return a request of one to four images."""
     first, count = random_.randrange(len(IMAGES) - 4), random_.randint(1, 4)
     return infer_request(MODEL, {"image": np.ascontiguousarray(IMAGES[first : first + count])})
 

@@ -67,7 +67,7 @@ class ServiceStatistics:
 
 
 def metric(address: str, name: str, model: str) -> float:
-    """Returns the metric of that model at host:port, summed over its versions."""
+    """Return the metric of that model at host:port, summed over its versions."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://{address}/metrics", timeout=10.0) as answer:
         lines = answer.read().decode().splitlines()

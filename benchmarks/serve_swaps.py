@@ -18,7 +18,7 @@ ROLLOUTS_TIMEOUT_S = 3000.0
 
 
 def swaps(place: Place, rollouts: int = ROLLOUTS, killed: int = KILLS) -> dict[str, Any]:
-    """Returns the figures; `swap_errors` counts all requests of both parts that were not answered in time."""
+    """Return the figures; `swap_errors` counts all requests of both parts that were not answered in time."""
     place.deploy(replicas=REPLICAS)
     moved = place.asked_meanwhile(lambda: _rollout_each(place, rollouts), ROLLOUTS_TIMEOUT_S)
     print(f"{rollouts} roll-outs: {moved.as_dict()}", flush=True)
@@ -34,7 +34,7 @@ def swaps(place: Place, rollouts: int = ROLLOUTS, killed: int = KILLS) -> dict[s
 
 
 def _rollout_each(place: Place, count: int) -> None:
-    """Rolls out the checkpoints alternately; `wait` raises if a roll-out is rolled back."""
+    """Roll out the checkpoints alternately; `wait` raises if a roll-out is rolled back."""
     with millrace_client.connect(inference=place.address) as client:
         for number in range(count):
             checkpoint = place.checkpoints[(number + 1) % len(place.checkpoints)]

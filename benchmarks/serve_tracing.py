@@ -72,7 +72,7 @@ def _turn(mode: str, seconds: float) -> float:
 
 
 def _serve(pipe: Any, environ: dict[str, str]) -> None:
-    """Answers until it is killed; reports the CPU time from "begin" to "end"."""
+    """Answer until it is killed; report the CPU time from "begin" to "end"."""
     os.environ.update(environ)
     configure_tracing("inference", os.environ)
 

@@ -7,7 +7,7 @@ import sys
 
 
 def exit_on_signals() -> None:
-    """Makes SIGTERM and SIGHUP end this process by an exception, like Ctrl-C.
+    """Make SIGTERM and SIGHUP end this process by an exception, like Ctrl-C.
 
     Each `with` then ends what it started, including the Ray heads and the services.
     """

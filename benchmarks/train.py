@@ -89,7 +89,7 @@ def main() -> None:
 
 @contextmanager
 def _driven_head() -> Iterator[RayHead]:
-    """Runs a Ray head with this process as its driver."""
+    """Run a Ray head with this process as its driver."""
     with ray_head(num_cpus=4) as head:
         ray.init(address=head.address, log_to_driver=False)
         try:
@@ -178,7 +178,7 @@ def _kills(folder: Path) -> dict[str, Any]:
 
 
 def _unpacked(folder: Path) -> Path:
-    """Unpacks the files, since torchvision reads only plain IDX files."""
+    """Unpack the files, since torchvision reads only plain IDX files."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     for file in mnist_folder().iterdir():

@@ -60,7 +60,7 @@ def loader(store: ObjectStore, rank: int = 0, world_size: int = 1) -> tuple[Load
 
 
 def ours(store: ObjectStore) -> Epoch:
-    """Loads from a newly opened version, as at the start of an attempt."""
+    """Load from a newly opened version, as at the start of an attempt."""
 
     def epoch() -> int:
         made, _ = loader(store)
@@ -70,7 +70,7 @@ def ours(store: ObjectStore) -> Epoch:
 
 
 def bytes_read_times_workers(store: ObjectStore, workers: int) -> float:
-    """Returns the maximum bytes that a rank fetches in an epoch, times the ranks, over the bytes of the version's
+    """Return the maximum bytes that a rank fetches in an epoch, times the ranks, over the bytes of the version's
     files.
     """
 
@@ -85,7 +85,7 @@ def bytes_read_times_workers(store: ObjectStore, workers: int) -> float:
 
 
 def pyarrow_limit(files: list[Path]) -> Epoch:
-    """Reads the same Parquet files in file order, with one vectorised conversion to float for each row group."""
+    """Read the same Parquet files in file order, with one vectorised conversion to float for each row group."""
     scale, offset = np.float32(1 / 255 / STD), np.float32(MEAN / STD)
 
     def epoch() -> int:
@@ -116,7 +116,7 @@ def torch_dataloader(root: Path, workers: int) -> Epoch:
 
 
 def ray_map_batches(files: list[Path]) -> Epoch:
-    """Loads with optimised plain Ray Data: batches as numpy, a local shuffle, torch tensors at the end."""
+    """Load with optimised plain Ray Data: batches as numpy, a local shuffle, torch tensors at the end."""
 
     def normalize(batch: pa.Table) -> dict[str, np.ndarray[Any, Any]]:
         images = batch.column("image").combine_chunks()
@@ -133,7 +133,7 @@ def ray_map_batches(files: list[Path]) -> Epoch:
 
 
 def ray_row_map(files: list[Path], limit: int) -> Epoch:
-    """Loads with the tutorial's variant, on `limit` rows."""
+    """Load with the tutorial's variant, on `limit` rows."""
 
     def normalize(row: dict[str, Any]) -> dict[str, Any]:
         pixels = np.frombuffer(row["image"], np.uint8).reshape(1, 28, 28)

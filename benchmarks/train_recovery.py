@@ -38,7 +38,7 @@ TIMEOUT_S = 300.0
 
 
 def ours(place: WitnessedStack) -> dict[str, float]:
-    """Returns the seconds from the kill to `noticed`, `next_attempt_begun`, `resumed` (the weights are loaded) and
+    """Return the seconds from the kill to `noticed`, `next_attempt_begun`, `resumed` (the weights are loaded) and
     `first_step`.
     """
     client = place.stack.client
@@ -61,7 +61,7 @@ def ours(place: WitnessedStack) -> dict[str, float]:
 
 
 def plain_ray_train(witness: Path, head: RayHead) -> float:
-    """Measures the loop of Ray's documentation: `report` with a checkpoint, `get_checkpoint` at the start.
+    """Measure the loop of Ray's documentation: `report` with a checkpoint, `get_checkpoint` at the start.
 
     The caller is a driver of that head.
     """
@@ -80,9 +80,9 @@ def plain_ray_train(witness: Path, head: RayHead) -> float:
 
 
 def _recovery(witness: Path, head: RayHead) -> tuple[float, float]:
-    """Kills a worker in the middle of its steps, and waits for the steps of new processes.
+    """Kill a worker in the middle of its steps, and wait for the steps of new processes.
 
-    Returns the time of the kill, and of the first step of the new processes.
+    Return the time of the kill, and of the first step of the new processes.
     """
     before = set(witness.iterdir())
     wait_until(lambda: _first_step(witness, before) > 0, "the first step", TIMEOUT_S)
@@ -97,13 +97,13 @@ def _recovery(witness: Path, head: RayHead) -> tuple[float, float]:
 
 
 def _first_step(witness: Path, before: set[Path]) -> float:
-    """Returns the time of the first step of processes that are not in `before`; 0 if there is none."""
+    """Return the time of the first step of processes that are not in `before`; 0 if there is none."""
     texts = [path.read_text() for path in set(witness.iterdir()) - before]
     return min((json.loads(text.splitlines()[0])["time"] for text in texts if "\n" in text), default=0.0)
 
 
 def _cpu_s_of_idle(head: RayHead, timeout_s: float) -> float:
-    """Returns the CPU seconds that idle worker processes use."""
+    """Return the CPU seconds that idle worker processes use."""
 
     def ticks() -> int:
         total = 0

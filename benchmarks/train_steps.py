@@ -44,7 +44,7 @@ CHECKPOINT_EVERY = 20
 
 
 def measure(settings: StoreSettings, images: Any, labels: Any, *, workers: int, pairs: int) -> dict[str, float]:
-    """Returns `step_overhead` and `checkpoint_cost`, as medians over pairs.
+    """Return `step_overhead` and `checkpoint_cost`, as medians over pairs.
 
     `step_overhead` is the ratio of seconds per step between the first and the last, also over the bare loop with an
     unfused optimizer; `checkpoint_cost` is that of whole runs. Images are uint8 (rows, 28, 28), labels (rows,).
@@ -102,7 +102,7 @@ def _spec(workers: int) -> TrainingSpec:
 
 
 def _ours(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> _Times:
-    """Runs one epoch; the steps are timed by their own metrics."""
+    """Run one epoch; the steps are timed by their own metrics."""
     store = open_store(settings)
     name: str = ranks.share(f"trainingJobs/b{uuid.uuid4().hex}")
     if ranks.rank == 0:
@@ -122,7 +122,7 @@ def _ours(ranks: Ranks, settings: StoreSettings, spec: TrainingSpec) -> _Times:
 
 
 def _bare(ranks: Ranks, images: Any, labels: Any, *, fused: bool = True) -> _Times:
-    """Runs as many steps on the rank's rows as ready tensors in memory, without reports or checkpoints."""
+    """Run as many steps on the rank's rows as ready tensors in memory, without reports or checkpoints."""
     mine = slice(ranks.rank, None, ranks.world_size)
     inputs = ((torch.from_numpy(images[mine]).float().unsqueeze(1) / 255 - MEAN) / STD).contiguous()
     wanted = torch.from_numpy(labels[mine]).long()

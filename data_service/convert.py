@@ -55,7 +55,7 @@ NANOS = 1_000_000_000
 
 
 def dataset_message(found: Dataset) -> resources_pb2.Dataset:
-    """Converts a dataset; one that was only checked has neither uid nor etag."""
+    """Convert a dataset; one that was only checked has neither uid nor etag."""
     message = resources_pb2.Dataset(
         name=found.name,
         uid=found.uid,
@@ -222,7 +222,7 @@ ANSWER_BYTES = PAGE_BYTES
 
 
 def bound_answer(answer: data_service_pb2.PreviewVersionResponse) -> None:
-    """Removes parts of the version and the report until `answer` fits `ANSWER_BYTES`.
+    """Remove parts of the version and the report until `answer` fits `ANSWER_BYTES`.
 
     The least informative parts for their size are removed first, and no more than necessary. First come the `values` of
     columns and, of the version, its `files`, its `transform` and the `value_names` of columns, the largest first. Then
@@ -242,7 +242,7 @@ def bound_answer(answer: data_service_pb2.PreviewVersionResponse) -> None:
 
 
 def keep_first(entries: MutableSequence[Any], excess_bytes: int) -> int:
-    """Removes the last messages until `excess_bytes` are removed; returns the bytes that remain to be removed."""
+    """Remove the last messages until `excess_bytes` are removed; return the bytes that remain to be removed."""
     keep = len(entries)
     while keep and excess_bytes > 0:
         keep -= 1
@@ -252,7 +252,7 @@ def keep_first(entries: MutableSequence[Any], excess_bytes: int) -> int:
 
 
 def _parts(answer: data_service_pb2.PreviewVersionResponse) -> Iterator[tuple[Message, str]]:
-    """Yields the (message, field) pairs that can be cleared, in order of removal."""
+    """Yield the (message, field) pairs that can be cleared, in order of removal."""
     version, report = answer.version, answer.report
     lists: list[tuple[int, Message, str]] = [
         *((sum(value.ByteSize() for value in column.values), column, "values") for column in report.columns),
@@ -267,7 +267,7 @@ def _parts(answer: data_service_pb2.PreviewVersionResponse) -> Iterator[tuple[Me
 
 
 def _without(message: Message, field: str) -> int:
-    """Clears the field and returns the change of the message's size, which is negative."""
+    """Clear the field and return the change of the message's size, which is negative."""
     before = message.ByteSize()
     message.ClearField(field)
     return message.ByteSize() - before
@@ -291,7 +291,7 @@ VERSION_STATES = {
 
 
 def version_message(version: Version, *, brief: bool = False) -> resources_pb2.DatasetVersion:
-    """Converts a version.
+    """Convert a version.
 
     `brief` is the short form of lists: without its files, value names and transform. If the columns exceed one message,
     it has only the first ones.
@@ -329,7 +329,7 @@ def version_message(version: Version, *, brief: bool = False) -> resources_pb2.D
 
 
 def listed_message(versions: Sequence[Version], next_page_token: str) -> data_service_pb2.ListVersionsResponse:
-    """Returns a page of versions, shortened if they exceed one message."""
+    """Return a page of versions, shortened if they exceed one message."""
     answer = data_service_pb2.ListVersionsResponse(next_page_token=next_page_token)
     size_bytes = 0
     for version in versions:
@@ -345,7 +345,7 @@ def listed_message(versions: Sequence[Version], next_page_token: str) -> data_se
 def operation_message(
     version: Version, progress: Mapping[str, Any], waiting_for: str = "", *, brief: bool = False
 ) -> operations_pb2.Operation:
-    """Converts an operation.
+    """Convert an operation.
 
     `waiting_for`: the resources that the cluster lacks for its next attempt; an attempt reports itself what it lacks.
     `brief`: with its version in the short form of lists.
@@ -368,7 +368,7 @@ def operation_message(
 
 
 def checked_operation(job: JobRecord) -> operations_pb2.Operation:
-    """Returns the answer to `validate_only`: the version that would be created."""
+    """Return the answer to `validate_only`: the version that would be created."""
     operation = operations_pb2.Operation()
     operation.metadata.Pack(_metadata_type(job)(version=job.name))
     return operation
@@ -422,7 +422,7 @@ MAX_LISTED_FILES = 1000
 
 
 def _listed_files(reader: VersionReader) -> Iterable[DataFile]:
-    """Returns the files that a message names: of a version that has them in pages, the first ones."""
+    """Return the files that a message names: of a version that has them in pages, the first ones."""
     manifest = reader.version.manifest
     return manifest.files if manifest.pages is None else islice(reader.files, MAX_LISTED_FILES)
 

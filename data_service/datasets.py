@@ -78,7 +78,7 @@ class Datasets:
         validate_only: bool,
         retention: Retention = NO_RETENTION,
     ) -> Dataset:
-        """Creates a dataset; raises `InvalidArgument` and `AlreadyExists`."""
+        """Create a dataset; raise `InvalidArgument` and `AlreadyExists`."""
         check_fields(dataset_id, display_name, description)
         check_retention(retention)
         request_id = names.check_request_id("request_id", request_id)
@@ -99,7 +99,7 @@ class Datasets:
             return self._append(dataset)
 
     def get(self, name: str, field: str = "name") -> Dataset:
-        """Returns a dataset; raises `InvalidArgument` naming `field`, and `NotFound`."""
+        """Return a dataset; raise `InvalidArgument` naming `field`, and `NotFound`."""
         names.parse(field, name, PATTERN)
         dataset = self.find(name)
         if dataset is None:
@@ -107,18 +107,18 @@ class Datasets:
         return dataset
 
     def find(self, name: str) -> Dataset | None:
-        """Returns a dataset; None if it never existed or was deleted."""
+        """Return a dataset; None if it never existed or was deleted."""
         found = self.newest(name)
         return None if found is None or found.deleted else found
 
     def list(self, page_size: int, page_token: str) -> tuple[list[Dataset], str]:
-        """Returns one page in the order of names, and the token of the next."""
+        """Return one page in the order of names, and the token of the next."""
         found, next_token = names.page(self._store.folders("datasets"), page_size, page_token)
         datasets = [self.find(f"datasets/{one}") for one in found]
         return [dataset for dataset in datasets if dataset], next_token
 
     def update(self, name: str, etag: str, mask: Iterable[str], **values: Any) -> Dataset:
-        """Changes those of `display_name`, `description` and `retention` that the mask names; all three if it is empty.
+        """Change those of `display_name`, `description` and `retention` that the mask names; all three if it is empty.
 
         Raises `InvalidArgument`, `NotFound`, and `Conflict` if `etag` is given and not the present one.
         """
@@ -134,7 +134,7 @@ class Datasets:
         check_uploads: Callable[[str, str], None],
         delete_uploads: Callable[[str, str], None],
     ) -> None:
-        """Deletes a dataset by a tombstone in its log.
+        """Delete a dataset by a tombstone in its log.
 
         Calls `check_uploads` with the dataset's name and uid before, and `delete_uploads` after it.
 
@@ -159,7 +159,7 @@ class Datasets:
         delete_uploads(name, dataset.uid)
 
     def check_still_there(self, name: str, uid: str) -> None:
-        """Raises `NotFound` if the dataset was deleted meanwhile.
+        """Raise `NotFound` if the dataset was deleted meanwhile.
 
         Called after something was created in the dataset; the caller must then delete it again.
         """
@@ -168,7 +168,7 @@ class Datasets:
             raise not_found(name, "it was deleted meanwhile")
 
     def unearth(self, name: str, uid: str) -> None:
-        """Reverts the deletion of the dataset with that uid, because it has a version."""
+        """Revert the deletion of the dataset with that uid, because it has a version."""
 
         def decide(newest: Dataset) -> Dataset:
             return replace(newest, deleted=False) if newest.deleted and newest.uid == uid else newest
@@ -176,7 +176,7 @@ class Datasets:
         self._transition(name, decide, tombstones=True)
 
     def version_names(self, name: str) -> Sequence[str]:
-        """Returns the names of all existing versions, in any state."""
+        """Return the names of all existing versions, in any state."""
         if (versions := self.indexed_versions(name)) is not None:
             return [version.name for version in versions]
         jobs = Jobs(self._store, IMPORT_KIND)
@@ -184,7 +184,7 @@ class Datasets:
         return [one for one in there if jobs.find(one)]
 
     def indexed_versions(self, name: str) -> Sequence[JobRecord] | None:
-        """Returns the jobs of all existing versions by the index; None without an index that has them all."""
+        """Return the jobs of all existing versions by the index; None without an index that has them all."""
         within = f"{name}/versions/"
         found: MutableSequence[JobRecord] = []
         more = True
@@ -210,7 +210,7 @@ class Datasets:
         raise already_exists(dataset.name)
 
     def _transition(self, name: str, decide: Callable[[Dataset], Dataset], *, tombstones: bool = False) -> Dataset:
-        """Appends the state that `decide` returns for the newest; nothing if it returns the same object."""
+        """Append the state that `decide` returns for the newest; nothing if it returns the same object."""
 
         def step(record: Any) -> dict[str, Any] | None:
             before = Dataset.from_state(record.state) if record else None
@@ -224,7 +224,7 @@ class Datasets:
         return Dataset.from_state(record.state)
 
     def newest(self, name: str) -> Dataset | None:
-        """Returns a dataset as `find` does, but also a deleted one."""
+        """Return a dataset as `find` does, but also a deleted one."""
         record = ResourceLog(self._store, f"{name}/log").head()
         return Dataset.from_state(record.state) if record else None
 
@@ -298,7 +298,7 @@ class Versions:
         self._readers = _Readers(store)
 
     def get(self, name: str) -> Version:
-        """Returns a version.
+        """Return a version.
 
         Raises `InvalidArgument`, `NotFound`, and `DataLoss` for a damaged manifest.
         """
@@ -306,7 +306,7 @@ class Versions:
         return self.version_of(self._jobs.get(name, name))
 
     def list(self, parent: str, page_size: int, page_token: str) -> tuple[list[Version], str]:
-        """Returns one page in the order of names, and the token of the next."""
+        """Return one page in the order of names, and the token of the next."""
         self._datasets.get(parent, "parent")
         size, after = names.checked_size(page_size), names.key_of(page_token)
         within = f"{parent}/versions/"
@@ -321,7 +321,7 @@ class Versions:
         return [version for version in versions if version], next_token
 
     def active(self, name: str, field: str = "name") -> ActiveVersion:
-        """Returns an ACTIVE version.
+        """Return an ACTIVE version.
 
         Raises the errors of `get`, naming `field`, and `FailedPrecondition` if the version is not ACTIVE.
         """
@@ -330,11 +330,11 @@ class Versions:
         return ActiveVersion(job, self._readers.reader_of(job))
 
     def version_of(self, job: JobRecord) -> Version:
-        """Returns the version of a job; raises `DataLoss` for a damaged manifest."""
+        """Return the version of a job; raise `DataLoss` for a damaged manifest."""
         return ActiveVersion(job, self._readers.reader_of(job)) if job.state is JobState.SUCCEEDED else Version(job)
 
     def listed(self, job: JobRecord) -> Version | None:
-        """Returns the version for a list; None if it was just deleted.
+        """Return the version for a list; None if it was just deleted.
 
         A damaged manifest becomes a `DamagedVersion`, so that it does not hide the other versions.
         """
@@ -350,14 +350,14 @@ class Versions:
         return IndexedVersion(job.record, base64.b64decode(message)) if message else self.listed(job.record)
 
     def report(self, version: ActiveVersion) -> dict[str, Any]:
-        """Returns the QualityReport as JSON.
+        """Return the QualityReport as JSON.
 
         Raises `DataLoss`, and `NotFound` if the version is deleted meanwhile.
         """
         return read_report(self.store, version.reader.version)
 
     def quarantine(self, version: ActiveVersion) -> Generator[bytes, None, None]:
-        """Yields the quarantined rows as JSON Lines in pieces; nothing if there are none.
+        """Yield the quarantined rows as JSON Lines in pieces; nothing if there are none.
 
         The file is read once for its digest, and again for the rows. Raises `DataLoss` before the first piece if it is
         not the committed file, and `NotFound` if the version is deleted meanwhile.
@@ -383,7 +383,7 @@ class Versions:
                 raise self._damaged(version, attachment) from None
 
     def _damaged(self, version: ActiveVersion, attachment: Attachment) -> DataLoss:
-        """Returns the error for a damaged file; raises `NotFound` if the version was deleted meanwhile."""
+        """Return the error for a damaged file; raise `NotFound` if the version was deleted meanwhile."""
         check_not_deleted(self.store, version.reader.version)
         name = version.job.name
         return DataLoss(
@@ -407,7 +407,7 @@ class _Readers:
         self._pages = PageCache()
 
     def reader_of(self, job: JobRecord) -> VersionReader:
-        """Returns the reader of a job's version.
+        """Return the reader of a job's version.
 
         Checks the job's state first: a version in deletion has no reader.
         """
@@ -439,7 +439,7 @@ def operation_id(job: JobRecord) -> str:
 
 
 def record_operation(store: ObjectStore, job: JobRecord) -> None:
-    """Records the operation; call it before the job is created, so that every job has its operation."""
+    """Record the operation; call it before the job is created, so that every job has its operation."""
     store.put(_pointer_key(operation_id(job)), json.dumps({"version": job.name, "uid": job.uid}).encode())
 
 
@@ -448,7 +448,7 @@ def withdraw_operation(store: ObjectStore, job: JobRecord) -> None:
 
 
 def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
-    """Returns the job of an operation.
+    """Return the job of an operation.
 
     Raises `NotFound`, even if the job's creator died before it created the job.
     """
@@ -460,7 +460,7 @@ def job_of_operation(store: ObjectStore, jobs: Jobs, name: str) -> JobRecord:
 
 
 def pointer_of_operation(store: ObjectStore, name: str) -> dict[str, str]:
-    """Returns the name of the `version` that an operation makes, and its job's `uid`; raises `NotFound`."""
+    """Return the name of the `version` that an operation makes, and its job's `uid`; raise `NotFound`."""
     try:
         pointer: dict[str, str] = json.loads(store.get(_pointer_key(name.removeprefix("operations/"))))
     except ObjectMissing:
@@ -469,13 +469,13 @@ def pointer_of_operation(store: ObjectStore, name: str) -> dict[str, str]:
 
 
 def operations_before(store: ObjectStore, time_s: float) -> list[str]:
-    """Returns the sorted ids of operations last recorded before `time_s`, in seconds since the epoch."""
+    """Return the sorted ids of operations last recorded before `time_s`, in seconds since the epoch."""
     recorded = [(info.key.split("/")[1], info.modified) for info in store.list("operations")]
     return sorted(one for one, modified in recorded if one.startswith(OPERATION_PREFIXES) and modified < time_s)
 
 
 def withdraw_if_without_job(store: ObjectStore, jobs: Jobs, operation: str) -> bool:
-    """Removes the operation if its job was never created, or was deleted; returns False if it has one.
+    """Remove the operation if its job was never created, or was deleted; return False if it has one.
 
     Only for old operations, since a repeated call may still create the job.
     """
@@ -505,7 +505,7 @@ FREE: State = {"version": "", "uid": ""}
 
 @contextmanager
 def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iterator[None]:
-    """Makes `successor` the version that follows `base`, while the body creates its job.
+    """Make `successor` the version that follows `base`, while the body creates its job.
 
     The claim is released if the body is refused, but not if an outage leaves it unknown whether the job was created.
     Raises `Conflict` if another version follows already, or is about to.
@@ -522,7 +522,7 @@ def following(store: ObjectStore, base: JobRecord, successor: JobRecord) -> Iter
 
 
 def confirm_follows(store: ObjectStore, base: JobRecord, successor: JobRecord) -> None:
-    """Confirms the claim of `successor`, before its attempt works.
+    """Confirm the claim of `successor`, before its attempt works.
 
     Raises `Conflict` if another version has taken its place.
     """

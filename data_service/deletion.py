@@ -51,7 +51,7 @@ class Deletions:
         self._clock = clock
 
     def delete(self, name: str, etag: str = "", uid: str = "") -> None:
-        """Deletes the version with its files.
+        """Delete the version with its files.
 
         With `uid`, deletes only that version, and no other of its name. Raises `InvalidArgument`, `NotFound`,
         `Conflict` if `etag` is given and not the present one, and `FailedPrecondition` while it is being created or in
@@ -70,7 +70,7 @@ class Deletions:
         self._finish(self._jobs.transition(name, decide))
 
     def finish(self, name: str) -> None:
-        """Continues a deletion that was begun.
+        """Continue a deletion that was begun.
 
         Does nothing for a version that is not DELETING. Raises `FailedPrecondition` if it is in use; it then has its
         former state again.
@@ -90,7 +90,7 @@ class Deletions:
         while_deleting(self._jobs, job, lambda newest: confirm_delete(newest, self._clock()))
 
     def _remove_files(self, job: JobRecord) -> None:
-        """Removes the files listed before the log is read: later ones may belong to a new version."""
+        """Remove the files listed before the log is read: later ones may belong to a new version."""
         keys = [info.key for info in self._store.list(job.name) if not info.key.startswith(f"{job.name}/log/")]
         remove_objects(self._store, self._jobs, job, keys)
 
@@ -109,7 +109,7 @@ def _check_deletable(job: JobRecord, etag: str) -> None:
 
 
 def _is_undone(job: JobRecord) -> bool:
-    """Returns whether this deletion, or a concurrent one, found a user."""
+    """Return whether this deletion, or a concurrent one, found a user."""
     return job.state in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
 
 
@@ -184,7 +184,7 @@ class GarbageCollector:
         self._after_version = ""
 
     def collect(self) -> None:
-        """Runs one pass.
+        """Run one pass.
 
         An error with one resource is logged and does not affect the others; raises `Unavailable`.
         """
@@ -217,7 +217,7 @@ class GarbageCollector:
         self._after = ""
 
     def _collect_unsettled(self, index: JobIndex, unsettled: Iterable[IndexedJob]) -> None:
-        """Collects the garbage of unsettled versions, at most `VERSIONS_A_PASS`, and of some of all others in turns."""
+        """Collect the garbage of unsettled versions, at most `VERSIONS_A_PASS`, and of some of all others in turns."""
         collected: set[str] = set()
         settled: list[IndexedJob] = []
         for version in unsettled:
@@ -238,13 +238,13 @@ class GarbageCollector:
                 self._run_isolated(name, partial(self._collect_version, name))
 
     def _is_settled(self, job: JobRecord) -> bool:
-        """Returns whether a collection that has succeeded leaves nothing to do about a version, unless it changes."""
+        """Return whether a collection that has succeeded leaves nothing to do about a version, unless it changes."""
         is_over = job.state.final and job.state is not JobState.DELETING
         is_tidy = not _is_active(job) or job.result["manifest"].rsplit("/", 1)[0] in self._tidy
         return is_over and is_tidy and self._clock() - job.update_time > ORPHAN_GRACE_PERIOD_S
 
     def _run_isolated(self, what: str, step: Callable[[], object]) -> bool:
-        """Runs a step. Returns whether it succeeded."""
+        """Run a step. Return whether it succeeded."""
         try:
             step()
         except Unavailable:
@@ -266,7 +266,7 @@ class GarbageCollector:
         self._store.delete_all(old[:CLAIMS_A_PASS])
 
     def _collect_operations(self) -> None:
-        """Removes operations whose job was never created.
+        """Remove operations whose job was never created.
 
         Their creator died, and no client repeats the call any more.
         """
@@ -284,7 +284,7 @@ class GarbageCollector:
             self._after_operation = ""
 
     def _collect_dataset(self, name: str, versions: Sequence[str] | None) -> None:
-        """Collects the garbage of a dataset.
+        """Collect the garbage of a dataset.
 
         `versions` are the names of all that ever were; None: the index has them.
         """
@@ -310,7 +310,7 @@ class GarbageCollector:
                 self._run_isolated(version, partial(self._deletions.delete, version, uid=active[version].uid))
 
     def _collect_deleted_dataset(self, name: str, uid: str, jobs: Sequence[JobRecord]) -> None:
-        """Settles versions in a deleted dataset.
+        """Settle versions in a deleted dataset.
 
         A version that was created during the deletion, and whose creator died before it could cancel it, restores the
         dataset. Cancelled and failed versions are deleted with it.
@@ -344,7 +344,7 @@ class GarbageCollector:
             self._tidy_up(job, committed)
 
     def _tidy_up(self, job: JobRecord, committed: str) -> None:
-        """Removes leftovers of the attempt that created the version.
+        """Remove leftovers of the attempt that created the version.
 
         Removes only objects listed before the manifest was read, and only if that is the committed manifest.
         """

@@ -100,7 +100,7 @@ class Passes:
         pool: Pool | None = None,
         kept: KeptPass | None = None,
     ) -> Results[P]:
-        """Yields each part with its result.
+        """Yield each part with its result.
 
         With `kept`, results that earlier attempts kept come first, and only the other parts are worked on. A caller
         that leaves early must close the generator first, because tasks may still write.
@@ -170,7 +170,7 @@ class PartRunner(Protocol):
         foreign_code: bool,
         pool: Pool | None = None,
     ) -> Results[P]:
-        """Yields every part with its result, in the order of completion.
+        """Yield every part with its result, in the order of completion.
 
         Raises the work's errors and those of `raise_if_stopped`. After an error, or once it is closed, no part is being
         processed any more.
@@ -189,7 +189,7 @@ def run_on_ray(
     foreign_code: bool,
     pool: Pool | None = None,
 ) -> Results[P]:
-    """Runs the parts on this process's Ray cluster; a `PartRunner`."""
+    """Run the parts on this process's Ray cluster; a `PartRunner`."""
     # Code that may crash its worker gets one task per part, so that a crash repeats no other part. A pool's worker
     # keeps its state, so grouping would save nothing there.
     alone = foreign_code or pool is not None
@@ -236,7 +236,7 @@ def _cpus() -> int:
 
 
 def grouped(parts: Sequence[P], cpus: int) -> list[list[P]]:
-    """Groups consecutive parts into tasks.
+    """Group consecutive parts into tasks.
 
     One task per part would be slow, because Ray's worker spends time between tasks. Groups are smaller when there are
     few parts for each CPU, and the last ones have one part, so that no CPU idles for long at the end.
@@ -258,7 +258,7 @@ PAGE_BYTES = 256 * 1024
 
 
 def paged(groups: Sequence[Sequence[Part]]) -> tuple[list[bytes | ObjectRef[bytes]], list[dict[str, int]]]:
-    """Returns the groups in pages, and the place of each group as a row of a dataset.
+    """Return the groups in pages, and the place of each group as a row of a dataset.
 
     A single page travels with the task. More of them lie in Ray's object store, so this process does not have to keep
     them.
@@ -291,7 +291,7 @@ class _NewPage:
         return self._file.getvalue()
 
     def add(self, group: Sequence[Part]) -> int:
-        """Returns the number of the group in this page."""
+        """Return the number of the group in this page."""
         self._pickler.dump(list(group))  # type: ignore[no-untyped-call]
         self._count += 1
         if self._count == 1:
@@ -314,7 +314,7 @@ class _OpenPage:
 
 
 def _key_of(page: bytes | ObjectRef[bytes]) -> bytes:
-    """Returns what distinguishes the page. Unlike a reference it does not keep the page in Ray's object store."""
+    """Return what distinguishes the page. Unlike a reference it does not keep the page in Ray's object store."""
     return page if isinstance(page, bytes) else bytes(page.binary())
 
 
@@ -358,7 +358,7 @@ def _dataset(task: PartsTask, places: Sequence[Mapping[str, int]], pool: Pool | 
 
 
 def _capacity(pool: Pool) -> int:
-    """Returns how many of its processes fit the nodes if they were idle; at least 1."""
+    """Return how many of its processes fit the nodes if they were idle; at least 1."""
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -366,7 +366,7 @@ def _capacity(pool: Pool) -> int:
 
 
 def pool_fits(pool: Pool, node: Mapping[str, float]) -> int:
-    """Returns how many of its processes fit a node with these total resources."""
+    """Return how many of its processes fit a node with these total resources."""
     fits = int(node.get("CPU", 0.0) // pool.cpus)
     return min(fits, int(node.get("GPU", 0.0)) * int(1 / pool.gpus)) if pool.gpus else fits
 
@@ -378,7 +378,7 @@ def _lost(
     foreign_code: bool,
     pool: Pool | None = None,
 ) -> MillraceError:
-    """Translates the error with which Ray gave up the work.
+    """Translate the error with which Ray gave up the work.
 
     Only an error of the work itself ends the job.
     """
@@ -416,7 +416,7 @@ class PartsTask:
         self._pages = pages
 
     def __call__(self, row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yields a record for each part as it completes.
+        """Yield a record for each part as it completes.
 
         Errors are records too: Ray would wrap an exception, and retry some.
         """
@@ -437,7 +437,7 @@ class PartsTask:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limits Arrow to one thread, since a task has one CPU.
+    """Limit Arrow to one thread, since a task has one CPU.
 
     Restores the setting afterwards, because the worker may run other tasks.
     """
@@ -450,7 +450,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _public_error(error: Exception, part: Part) -> MillraceError:
-    """Returns the error of a part for the attempt.
+    """Return the error of a part for the attempt.
 
     The internals of an unexpected error are hidden.
     """
@@ -501,7 +501,7 @@ class Begun:
             store.delete(key)
 
     def tries(self, store: ObjectStore) -> Counter[int]:
-        """Returns how often each part, by number, was begun and not ended."""
+        """Return how often each part, by number, was begun and not ended."""
         return Counter(int(info.key.rsplit("/", 1)[-1].partition("-")[0]) for info in store.list(self.folder))
 
     def forget(self, store: ObjectStore) -> None:
@@ -509,7 +509,7 @@ class Begun:
 
 
 def crash_error(tries: Mapping[int, int], parts: Mapping[int, Part], *, foreign_code: bool) -> MillraceError:
-    """Returns the error for work whose worker died too often.
+    """Return the error for work whose worker died too often.
 
     `tries` and `parts` are keyed by the parts' numbers. With `foreign_code`, which may do anything, the work is to
     blame and another attempt would end the same way. Otherwise the cause is outside of the work, such as a killed
@@ -552,7 +552,7 @@ class StandbyWorkers:
         self._taken = 0
 
     def start_for(self, tasks: int) -> None:
-        """Starts `tasks` no-op tasks in the warm-worker environment.
+        """Start `tasks` no-op tasks in the warm-worker environment.
 
         Ray then spawns and preloads worker processes while this process prepares the first real tasks. If warm workers
         already wait, this costs nothing. Runs once per attempt.
@@ -565,7 +565,7 @@ class StandbyWorkers:
             no_op.remote()
 
     def replace(self) -> None:
-        """Starts workers for the next attempt, after the job is done.
+        """Start workers for the next attempt, after the job is done.
 
         A failure is only logged: it must not fail this job.
         """
@@ -582,7 +582,7 @@ STANDBY_WORKERS = StandbyWorkers()
 
 
 def start(count: int) -> None:
-    """Starts at most `count` workers, spread over the nodes with free CPU slots."""
+    """Start at most `count` workers, spread over the nodes with free CPU slots."""
     nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
     cpus = {node["NodeID"]: int(node["Resources"].get("CPU", 0)) for node in nodes}
     rounds = ([node_id for node_id in cpus if cpus[node_id] > number] for number in range(MAX))
@@ -590,7 +590,7 @@ def start(count: int) -> None:
 
 
 def _no_op() -> None:
-    """Does nothing: the worker has imported all modules when it is called."""
+    """Do nothing: the worker has imported all modules when it is called."""
 
 
 # --- Progress ---
@@ -612,7 +612,7 @@ class Progress:
         self._began_at = self._reported_at = 0.0
 
     def begin(self, phase: str, rows: int) -> None:
-        """Begins a pass over `rows` rows."""
+        """Begin a pass over `rows` rows."""
         if phase != self._phase:
             self._phase = phase
             self._rows_done = self._rows_total = 0
@@ -659,13 +659,13 @@ class CapacityWatch:
         self._is_waiting = False
 
     def poll(self) -> None:
-        """Raises if the job is to stop."""
+        """Raise if the job is to stop."""
         self._context.raise_if_stopped()
         if self._clock() - self._looked_at >= CAPACITY_POLL_S:
             self._report(lacking(self._each))
 
     def note_record(self) -> None:
-        """Notes that a part has ended."""
+        """Note that a part has ended."""
         if self._is_waiting:
             self._report("")
         self._looked_at = self._clock()
@@ -677,7 +677,7 @@ class CapacityWatch:
 
 
 def missing_capacity(job: JobRecord) -> str:
-    """Returns what the cluster lacks for one worker of a prediction.
+    """Return what the cluster lacks for one worker of a prediction.
 
     Empty for any other job: a small import needs no task, and the attempt of a large one reports what its tasks lack.
     """
@@ -685,7 +685,7 @@ def missing_capacity(job: JobRecord) -> str:
 
 
 def lacking(each: Pool) -> str:
-    """Returns what the cluster lacks for one worker of the pool, or for one task.
+    """Return what the cluster lacks for one worker of the pool, or for one task.
 
     Busy nodes count, since a worker waits for capacity on them.
     """

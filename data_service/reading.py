@@ -67,7 +67,7 @@ class Selection:
 
 
 def read_stream(reader: VersionReader, selection: Selection) -> Generator[bytes, None, None]:
-    """Yields one Arrow IPC stream, in the order of row ids.
+    """Yield one Arrow IPC stream, in the order of row ids.
 
     The pieces are serialized `ReadVersionResponse`s of about `MESSAGE_BYTES`. A piece has whole Arrow messages, so that
     a reader need not concatenate them, unless a row is larger. While a piece is sent, up to `READ_AHEAD` chunks are
@@ -104,7 +104,7 @@ class _Chunk:
 
 
 def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str]) -> Iterator[_Chunk]:
-    """Yields the selected rows in chunks of about a message.
+    """Yield the selected rows in chunks of about a message.
 
     Groups before the offset or after the limit are not read.
     """
@@ -135,7 +135,7 @@ def _chunks(reader: VersionReader, selection: Selection, columns: Sequence[str])
 
 
 def _groups_of(reader: VersionReader, splits: Sequence[Split], offset: int) -> tuple[Iterator[RowGroup], int]:
-    """Returns the row groups from row `offset` of these splits on, and the rows of the first group to skip."""
+    """Return the row groups from row `offset` of these splits on, and the rows of the first group to skip."""
     left = list(splits)
     while left and offset >= left[0].row_count:
         offset -= left.pop(0).row_count
@@ -150,7 +150,7 @@ def _groups_of(reader: VersionReader, splits: Sequence[Split], offset: int) -> t
 
 
 def _encoded(reader: VersionReader, chunk: _Chunk, schema: pa.Schema) -> list[bytes]:
-    """Returns the chunk's rows as Arrow messages, split into response messages."""
+    """Return the chunk's rows as Arrow messages, split into response messages."""
     table = reader.read_many(chunk.groups, schema.names).slice(chunk.skip, chunk.row_count)
     return [
         framed(ARROW_IPC, parts) for batch in _batches(table) for parts in _cut(_arrow_message(batch), MESSAGE_BYTES)
@@ -158,7 +158,7 @@ def _encoded(reader: VersionReader, chunk: _Chunk, schema: pa.Schema) -> list[by
 
 
 def _arrow_message(batch: pa.RecordBatch) -> list[memoryview]:
-    """Returns the batch in Arrow's stream format, in parts that share the batch's memory."""
+    """Return the batch in Arrow's stream format, in parts that share the batch's memory."""
     sink = _Parts()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         stream.write_batch(batch)
@@ -170,7 +170,7 @@ def _arrow_message(batch: pa.RecordBatch) -> list[memoryview]:
 
 
 def _cut(parts: list[memoryview], max_bytes: int) -> Iterator[list[memoryview]]:
-    """Yields the same bytes in lists of at most `max_bytes` each."""
+    """Yield the same bytes in lists of at most `max_bytes` each."""
     taken: list[memoryview] = []
     capacity = max_bytes
     for part in parts:
@@ -196,21 +196,21 @@ class _Parts:
         return len(data)
 
     def flush(self) -> None:
-        """Does nothing: no data is buffered."""
+        """Do nothing: no data is buffered."""
 
     def close(self) -> None:
-        """Does nothing: the parts stay."""
+        """Do nothing: the parts stay."""
 
 
 def _batches(table: pa.Table) -> Iterator[pa.RecordBatch]:
-    """Yields batches whose messages are smaller than `MESSAGE_BYTES`, unless a row is larger."""
+    """Yield batches whose messages are smaller than `MESSAGE_BYTES`, unless a row is larger."""
     rows = max(1, table.num_rows * BATCH_BYTES // max(table.nbytes, 1))
     for batch in table.to_batches(max_chunksize=rows):
         yield from _halved(batch)
 
 
 def _halved(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Halves the batch until each part fits, because row sizes differ."""
+    """Halve the batch until each part fits, because row sizes differ."""
     if batch.nbytes <= BATCH_BYTES or batch.num_rows == 1:
         yield batch
         return
@@ -254,7 +254,7 @@ class _Step:
 
 
 def verify(store: ObjectStore, version: DatasetVersion) -> Generator[Verified, None, None]:
-    """Checks each file's size and SHA-256, each page's checksum, and the rows and row ids of each group.
+    """Check each file's size and SHA-256, each page's checksum, and the rows and row ids of each group.
 
     The manifest is one of the files. Damage is reported, never raised. Raises `Unavailable`, and `NotFound` if the
     version is deleted meanwhile: missing files are then no damage.
@@ -294,7 +294,7 @@ def _files(store: ObjectStore, version: DatasetVersion) -> Iterator[Iterator[_St
 
 
 def _manifest(store: ObjectStore, version: DatasetVersion) -> Iterator[_Step]:
-    """Checks the manifest, which may have been read long ago."""
+    """Check the manifest, which may have been read long ago."""
     try:
         data = store.get(f"{version.folder}/{MANIFEST}")
     except ObjectMissing:
@@ -308,7 +308,7 @@ def _manifest(store: ObjectStore, version: DatasetVersion) -> Iterator[_Step]:
 def _page(
     store: ObjectStore, version: DatasetVersion, files: VersionFiles, entry: PageEntry
 ) -> Iterator[Iterator[_Step]]:
-    """Checks a page of the manifest, and everything that it names unless it is damaged."""
+    """Check a page of the manifest, and everything that it names unless it is damaged."""
     yield _bytes_of(store, version, entry.path, entry.size_bytes, entry.sha256)
     try:
         named = files.entries(entry) if entry.level else files.page(entry)
@@ -344,7 +344,7 @@ def _data_file(store: ObjectStore, version: DatasetVersion, file: DataFile) -> I
 
 
 def _other_columns(version: DatasetVersion, schema: pa.Schema) -> str:
-    """Returns the problem if the file's columns are not those of the manifest; else empty."""
+    """Return the problem if the file's columns are not those of the manifest; else empty."""
     found = [(one.name, str(one.type)) for one in schema]
     wanted = [*((column.name, column.arrow_type) for column in version.columns), (ROW_ID, str(ROW_ID_FIELD.type))]
     if found == wanted:
@@ -392,7 +392,7 @@ def _row_group(reader: VersionReader, path: str, group: RowGroup) -> _Step:
 
 
 def _why(error: DataLoss) -> str:
-    """Returns the reason; Arrow reports a wrong checksum only by its text."""
+    """Return the reason; Arrow reports a wrong checksum only by its text."""
     cause = error.__cause__
     if isinstance(cause, (pa.ArrowException, OSError)) and "CRC" in str(cause):
         return "a page's checksum is wrong"
@@ -426,7 +426,7 @@ class Preview:
 
 
 def preview(reader: VersionReader, rows_per_split: int) -> Preview:
-    """Returns the first rows of each split, fewer if they do not fit one message.
+    """Return the first rows of each split, fewer if they do not fit one message.
 
     There are none if the first row does not fit. The contact sheet also shows images of rows that do not fit
     `arrow_ipc`. Rows are never truncated. About `PREVIEW_BYTES` of rows are in memory at once, plus one row group of
@@ -446,7 +446,7 @@ def preview(reader: VersionReader, rows_per_split: int) -> Preview:
 
 
 def _first_rows(reader: VersionReader, split: str, rows: int, max_bytes: int) -> pa.Table:
-    """Returns the first rows in one chunk; at least one if the split has one."""
+    """Return the first rows in one chunk; at least one if the split has one."""
     pieces: list[pa.Table] = []
     missing, left_bytes = rows, max_bytes
     for group in reader.row_groups_from(split, 0):
@@ -463,7 +463,7 @@ def _first_rows(reader: VersionReader, split: str, rows: int, max_bytes: int) ->
 
 
 def _fitting(table: pa.Table, max_bytes: int, *, at_least: int) -> pa.Table:
-    """Returns the first rows that fit `max_bytes`."""
+    """Return the first rows that fit `max_bytes`."""
     fitting = bisect_right(range(1, table.num_rows + 1), max_bytes, key=lambda rows: table.slice(0, rows).nbytes)
     return table.slice(0, max(fitting, min(at_least, table.num_rows)))
 
@@ -486,7 +486,7 @@ def _arrow_ipc(tables: Mapping[str, pa.Table]) -> bytes:
 
 
 def _fitting_schema(schema: pa.Schema) -> pa.Schema:
-    """Returns the schema of the first columns that fit.
+    """Return the schema of the first columns that fit.
 
     If not all fit, half of the space is kept for rows.
     """
@@ -501,7 +501,7 @@ def _fitting_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _fitting_message(batch: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
-    """Returns the first rows whose message fits `max_bytes`, or none."""
+    """Return the first rows whose message fits `max_bytes`, or none."""
 
     def size_bytes(rows: int) -> int:
         return int(pa.ipc.get_record_batch_size(batch.slice(0, rows)))
@@ -510,7 +510,7 @@ def _fitting_message(batch: pa.RecordBatch, max_bytes: int) -> pa.RecordBatch:
 
 
 def _sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequence[str]]) -> bytes:
-    """Returns the contact sheet, with fewer rows if it would be too large."""
+    """Return the contact sheet, with fewer rows if it would be too large."""
     while len(png := contact_sheet(tables, value_names)) > SHEET_BYTES:
         most = max(table.num_rows for table in tables.values())
         if most <= 1:
@@ -566,9 +566,9 @@ class _Work:
         self._pixels = MAX_SHEET_PX
 
     def opened(self, data: bytes) -> Image.Image | None:
-        """Opens an image up to its header.
+        """Open an image up to its header.
 
-        Returns None if it is no image, too large, or over the limit of headers.
+        Return None if it is no image, too large, or over the limit of headers.
         """
         if not self._headers:
             return None
@@ -596,7 +596,7 @@ class _Work:
 
 
 def contact_sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequence[str]] | None = None) -> bytes:
-    """Returns a PNG of the first image columns of these rows; empty without image columns.
+    """Return a PNG of the first image columns of these rows; empty without image columns.
 
     It has a block for each column and split. Captions are the values of the column `label`, by their `value_names` if
     it has some. The result depends on the rows alone: the first images are drawn, and those beyond the work limit are
@@ -615,7 +615,7 @@ def contact_sheet(tables: Mapping[str, pa.Table], value_names: Mapping[str, Sequ
 
 
 def is_drawable(value_type: str, shape: Sequence[int]) -> bool:
-    """Returns whether a tensor column with rows of this shape can be drawn."""
+    """Return whether a tensor column with rows of this shape can be drawn."""
     if value_type == "uint8":
         return len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
     is_float = value_type in ("halffloat", "float", "double")
@@ -623,7 +623,7 @@ def is_drawable(value_type: str, shape: Sequence[int]) -> bool:
 
 
 def draw(sections: Sequence[tuple[str, Sequence[Tile]]]) -> bytes:
-    """Returns a PNG with one titled block for each (title, tiles)."""
+    """Return a PNG with one titled block for each (title, tiles)."""
     width = GAP_PX + COLUMNS * (CELL_PX + GAP_PX)
     row_px = CELL_PX + CAPTION_PX + GAP_PX
     height = GAP_PX + sum(CAPTION_PX + GAP_PX + math.ceil(len(tiles) / COLUMNS) * row_px for _, tiles in sections)
@@ -677,7 +677,7 @@ def _caption(value: pa.Scalar, names: Sequence[str]) -> str:
 
 
 def _pixels(tensor: npt.NDArray[Any]) -> Pixels:
-    """Converts one image to bytes.
+    """Convert one image to bytes.
 
     Floats from 0 to 1 are used as they are; other ranges are scaled from minimum to maximum.
     """
@@ -694,7 +694,7 @@ def _pixels(tensor: npt.NDArray[Any]) -> Pixels:
 
 
 def _fit(pixels: Pixels) -> Image.Image:
-    """Scales an image to a cell.
+    """Scale an image to a cell.
 
     Small images are enlarged by whole multiples, so that each pixel stays a square; large ones are shrunk smoothly.
     """
@@ -708,5 +708,5 @@ def _fit(pixels: Pixels) -> Image.Image:
 
 
 def _drawable_text(text: str) -> str:
-    """Returns the text as one line."""
+    """Return the text as one line."""
     return " ".join(text.split()) or " "

@@ -22,7 +22,7 @@ from shared.logging_and_tracing import configure_logging
 
 
 def run(context: AttemptContext) -> dict[str, Any]:
-    """Runs one attempt of a version job; the result names the manifest."""
+    """Run one attempt of a version job; the result names the manifest."""
     # Imported here: an import needs no module of a transform, and should not wait for it.
     from data_service.parallel import STANDBY_WORKERS
 
@@ -41,7 +41,7 @@ def run(context: AttemptContext) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Preloads the modules of imports, transforms and predictions in an idle process, and starts its reader."""
+    """Preload the modules of imports, transforms and predictions in an idle process, and start its reader."""
     import data_service.imports.job
     import data_service.transforms.job
     import data_service.transforms.predict_job  # noqa: F401

@@ -293,7 +293,7 @@ class DataServicer(UploadServicerPart):
         return await asyncio.to_thread(self._preview_answer, version, shown)
 
     def _preview_answer(self, version: ActiveVersion, shown: Preview) -> data_service_pb2.PreviewVersionResponse:
-        """Returns the answer. Not for the event loop: the report of 5,000 columns takes seconds to convert."""
+        """Return the answer. Not for the event loop: the report of 5,000 columns takes seconds to convert."""
         answer = data_service_pb2.PreviewVersionResponse(
             version=version_message(version),
             arrow_ipc=shown.arrow_ipc,
@@ -360,20 +360,20 @@ class VersionOperations:
         self._versions = versions
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:
-        """Returns an operation; raises `NotFound`.
+        """Return an operation; raise `NotFound`.
 
         `brief`: with its version in the short form of lists.
         """
         return self.operation_of(job_of_operation(self._store, self._jobs, name), brief=brief)
 
     def follow(self, name: str) -> FollowedOperation:
-        """Opens an operation for repeated reads; raises `NotFound`."""
+        """Open an operation for repeated reads; raise `NotFound`."""
         return FollowedOperation(self._store, self._jobs, self, name)
 
     def operation_of(
         self, job: JobRecord, *, brief: bool = False, progress: Mapping[str, Any] | None = None
     ) -> operations_pb2.Operation:
-        """Returns the operation of a job. `progress` is its attempt's report; None: it is read."""
+        """Return the operation of a job. `progress` is its attempt's report; None: it is read."""
         version = self._versions.listed(job) if brief else self._versions.version_of(job)
         if version is None:
             raise not_found(f"operations/{operation_id(job)}")
@@ -385,7 +385,7 @@ class VersionOperations:
         return operation_ids_after(self._store, OPERATION_PREFIXES, after, most)
 
     def cancel(self, name: str) -> None:
-        """Cancels an operation; a finished job stays as it is.
+        """Cancel an operation; a finished job stays as it is.
 
         Raises `NotFound`.
         """
@@ -422,7 +422,7 @@ class FollowedOperation:
         return self._log.newest_known.number if self._log.newest_known else 0
 
     def read(self) -> operations_pb2.Operation:
-        """Returns the operation; raises `NotFound` once its version is deleted."""
+        """Return the operation; raise `NotFound` once its version is deleted."""
         before = self._log.newest_known
         record = self._log.head()
         job = JobRecord.from_state(record.state) if record else None

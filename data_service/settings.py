@@ -27,7 +27,7 @@ class DataSettings:
 
 
 def data_settings(environ: Mapping[str, str]) -> DataSettings:
-    """Reads the settings; raises `SettingsError` naming the variable."""
+    """Read the settings; raise `SettingsError` naming the variable."""
     roots = tuple(PurePosixPath(root) for root in environ.get("MILLRACE_IMPORT_ROOTS", "").split(os.pathsep) if root)
     for root in roots:
         if not root.is_absolute() or ".." in root.parts:
@@ -70,7 +70,7 @@ class ReaderLimits:
 
 
 def reader_limits(environ: Mapping[str, str]) -> ReaderLimits:
-    """Reads the limits; raises `SettingsError` naming the variable."""
+    """Read the limits; raise `SettingsError` naming the variable."""
     usual = ReaderLimits()
     memory_mib = _number(environ, READER_MEMORY, usual.memory_bytes >> 20, 256, 1024**2)
     return ReaderLimits(int(memory_mib) << 20, _number(environ, READER_TIMEOUT, usual.timeout_s, 10, 86_400))

@@ -80,13 +80,13 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def new_folder(context: AttemptContext) -> str:
-    """Returns a folder of the attempt's own; later attempts delete it."""
+    """Return a folder of the attempt's own; later attempts delete it."""
     return f"{context.folder}/data/a{context.attempt:05d}-{uuid.uuid4().hex[:8]}"
 
 
 @contextmanager
 def attempt_folder(context: AttemptContext, *, keeps_parts: bool = False) -> Iterator[tuple[str, Path]]:
-    """Provides the attempt's folder in the store, and a local scratch folder that is deleted afterwards.
+    """Provide the attempt's folder in the store, and a local scratch folder that is deleted afterwards.
 
     First deletes the folders of lost attempts. If the body fails, deletes what it wrote, so that nothing of a failed
     attempt stays readable. Raises `ResourceExhausted` if the local disk is full.
@@ -135,7 +135,7 @@ def _take_over_parts(context: AttemptContext, folder: str) -> None:
 
 
 def _may_be_taken_over(context: AttemptContext, error: BaseException) -> bool:
-    """Returns whether another attempt of the job may follow that is to find this one's parts."""
+    """Return whether another attempt of the job may follow that is to find this one's parts."""
     if isinstance(error, MillraceError):
         # A full store needs the space, if only to record how the attempt ended.
         is_full = error.specific_reason == STORE_FULL
@@ -154,7 +154,7 @@ def _forget_parts(store: ObjectStore, folder: str) -> None:
 
 
 def _collect_lost_attempts(context: AttemptContext) -> None:
-    """Deletes the folders of earlier attempts.
+    """Delete the folders of earlier attempts.
 
     The log has fenced them, so they cannot be committed any more.
     """
@@ -169,7 +169,7 @@ def _collect_lost_attempts(context: AttemptContext) -> None:
 
 
 def columns_of(schema: pa.Schema, value_names: Mapping[str, Sequence[str]]) -> list[Column]:
-    """Returns the manifest's columns for a logical schema without `_row_id`."""
+    """Return the manifest's columns for a logical schema without `_row_id`."""
     return [
         Column(
             name=field.name,
@@ -196,9 +196,9 @@ def commit_version(
     transforms: Sequence[dict[str, Any]] = (),
     prediction: Prediction | None = None,
 ) -> dict[str, Any]:
-    """Writes report, quarantined rows, pages of the files and manifest below `folder`.
+    """Write report, quarantined rows, pages of the files and manifest below `folder`.
 
-    Returns the job's result, which names the manifest; only that result creates the version. `report` is a
+    Return the job's result, which names the manifest; only that result creates the version. `report` is a
     QualityReport as JSON, `quarantine` a local file of JSON lines. Raises `DataLoss`, and writes nothing, unless the
     files have each row id of `ranges` once.
     """
@@ -240,7 +240,7 @@ def _refuse_gaps(ranges: Iterable[SplitRange], files: Iterable[DataFile]) -> Non
 
 
 def _incomplete(split: str, what: str) -> DataLoss:
-    """Returns the error of files that lack rows. Another attempt would take over the same files."""
+    """Return the error of files that lack rows. Another attempt would take over the same files."""
     return DataLoss(
         f"the files of split {split!r} do not have each of its rows once: {what}; this is a fault of the service: "
         "start it anew, and report the fault if it comes again",
@@ -270,7 +270,7 @@ PREFIX = "millrace-scratch-"
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Provides a new folder that is deleted afterwards.
+    """Provide a new folder that is deleted afterwards.
 
     First deletes the folders of killed processes. The owner holds a lock on the folder itself, which the kernel
     releases when the owner dies. Process numbers would not do, since containers that share a temporary folder do not
@@ -288,7 +288,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def _owned_folder() -> tuple[Path, int]:
-    """Returns a new folder, and the descriptor that holds its lock."""
+    """Return a new folder, and the descriptor that holds its lock."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         # Another process may remove the folder before it is locked; then it no longer exists once we have the lock.
@@ -354,7 +354,7 @@ class KeptPass:
     files_of: Callable[[Any], Sequence[str]]
 
     def digest(self, part: object) -> str:
-        """Returns the digest of the part and all else that its result depends on.
+        """Return the digest of the part and all else that its result depends on.
 
         A part's `repr` must be the same in each process, and name all that distinguishes the part.
         """
@@ -395,7 +395,7 @@ class Unusable(Exception):
 
 
 def header_of(data: bytes) -> Header:
-    """Returns the header at the beginning of a record. Raises `Unusable`."""
+    """Return the header at the beginning of a record. Raises `Unusable`."""
     line, end, _ = data.partition(b"\n")
     try:
         values = json.loads(line) if end else None
@@ -457,7 +457,7 @@ class KeptWork(Generic[P]):
 def kept_results(
     store: ObjectStore, folder: str, kept: KeptPass, parts: Sequence[P]
 ) -> Generator[tuple[P, Any], None, None]:
-    """Yields the parts that have a record below `folder`, with their results.
+    """Yield the parts that have a record below `folder`, with their results.
 
     A record that is unusable is as good as missing.
     """
@@ -521,7 +521,7 @@ def take_over(store: ObjectStore, earlier: Iterable[str], folder: str, raise_if_
 
 
 def forget(store: ObjectStore, folder: str) -> None:
-    """Deletes the records of an attempt that was committed."""
+    """Delete the records of an attempt that was committed."""
     keys = [info.key for info in store.list(f"{folder}/{KEPT}")]
     for _ in at_once(store.delete, keys):
         pass
@@ -532,7 +532,7 @@ B = TypeVar("B")
 
 
 def at_once(do: Callable[[A], B], arguments: Collection[A]) -> Generator[B, None, None]:
-    """Yields the results of `do` in order, a bounded number of them ahead of the caller."""
+    """Yield the results of `do` in order, a bounded number of them ahead of the caller."""
     if not arguments:
         return
     waiting = iter(arguments)
@@ -567,13 +567,13 @@ class ResultFormat:
     left_out: tuple[type, ...] = ()
 
     def dumps(self, result: object) -> bytes:
-        """Raises `PicklingError` for an object that `loads` would refuse."""
+        """Raise `PicklingError` for an object that `loads` would refuse."""
         file = io.BytesIO()
         _Pickler(file, self).dump(result)
         return file.getvalue()
 
     def loads(self, data: bytes) -> Any:
-        """Raises `Unusable` for anything but what `dumps` returns."""
+        """Raise `Unusable` for anything but what `dumps` returns."""
         try:
             return _Unpickler(io.BytesIO(data), self).load()
         except Unusable:
@@ -625,7 +625,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def restore(kind: str, data: bytes) -> Any:
-    """Returns a value of numpy or Arrow, None for an object that was left out.
+    """Return a value of numpy or Arrow, None for an object that was left out.
 
     The unpickler calls it with whatever a record has.
     """

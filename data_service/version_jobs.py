@@ -108,7 +108,7 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """Records the import durably and returns at once.
+        """Record the import durably and return at once.
 
         With `validate_only` the job has no uid and is not written. Raises `InvalidArgument`, `NotFound` (the dataset,
         the base or an upload), `FailedPrecondition` (the base), `Conflict` (the base has a successor) and
@@ -136,7 +136,7 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """Starts a transform, like `start_import`.
+        """Start a transform, like `start_import`.
 
         Raises `InvalidArgument` naming the step, `NotFound`, `FailedPrecondition` (the source is not ACTIVE) and
         `AlreadyExists`.
@@ -160,7 +160,7 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """Starts a prediction, like `start_import`.
+        """Start a prediction, like `start_import`.
 
         Raises `InvalidArgument` naming the column or field, `NotFound`, `FailedPrecondition` (source or checkpoint),
         `DataLoss` (the checkpoint's manifest) and `AlreadyExists`.
@@ -184,7 +184,7 @@ class VersionJobs:
         body_sha256: str,
         validate_only: bool,
     ) -> JobRecord:
-        """Starts a job; `made_by` checks the request and returns the job's spec."""
+        """Start a job; `made_by` checks the request and return the job's spec."""
         request_id = names.check_request_id("request_id", request_id)
         # Before the checks: the resources of a repeated call may have been deleted since its first answer.
         if not validate_only and (first := self._first_answer(parent, request_id, body_sha256)):
@@ -236,7 +236,7 @@ class VersionJobs:
         )
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, job: JobRecord) -> None:
-        """Cancels the job if its dataset was deleted meanwhile.
+        """Cancel the job if its dataset was deleted meanwhile.
 
         A deletion writes its tombstone and then looks for versions again; a creation writes the version and then looks
         at the dataset. So one of them sees the other.
@@ -282,7 +282,7 @@ class VersionJobs:
         return None
 
     def _is_anothers(self, request_id: str, name: str) -> bool:
-        """Returns whether the id belongs to another request, even if that version was deleted since.
+        """Return whether the id belongs to another request, even if that version was deleted since.
 
         Of several repeated calls, one may have gone on to the next id.
         """
@@ -304,7 +304,7 @@ class VersionJobs:
 
 
 def with_base(versions: Versions, parent: str, spec: ImportSpec) -> ImportSpec:
-    """Returns the spec with the digest of its base.
+    """Return the spec with the digest of its base.
 
     Raises `InvalidArgument`, `NotFound` and `FailedPrecondition` unless the import may follow it.
     """
@@ -321,7 +321,7 @@ def with_base(versions: Versions, parent: str, spec: ImportSpec) -> ImportSpec:
 
 @contextmanager
 def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
-    """Marks what `job` reads as used, and claims its place after its base, before the body creates it.
+    """Mark what `job` reads as used, and claims its place after its base, before the body creates it.
 
     If the body is refused, the marks are removed. Raises `NotFound` and `FailedPrecondition` if a resource was deleted,
     and `Conflict` if another version follows the base.

@@ -59,7 +59,7 @@ MAX_CALLS = 8192
 async def run(
     settings: InferenceSettings, store: ObjectStore, check: StoreCheck, peers: Peers, token: BearerToken | None
 ) -> int:
-    """Serves until a signal to stop; returns the process's exit status."""
+    """Serve until a signal to stop; return the process's exit status."""
     deployments = Deployments(store)
     operations = DeploymentOperations(store, deployments)
     applications = ServeApplications(settings.service.store.url, replica_sockets=settings.replica_sockets)
@@ -142,7 +142,7 @@ async def _stop_without_parent(stop: asyncio.Event) -> None:
 
 
 async def _first_of(wanted: Coroutine[Any, Any, None], other: Coroutine[Any, Any, object]) -> bool:
-    """Returns whether the wanted one ended first; cancels the other, and raises the wanted one's error."""
+    """Return whether the wanted one ended first; cancel the other, and raise the wanted one's error."""
     first, second = asyncio.create_task(wanted), asyncio.create_task(other)
     done, left = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
     for task in left:
@@ -191,7 +191,7 @@ def main() -> None:
 
 
 def _end(status: int) -> NoReturn:
-    """Ends the process without joining threads.
+    """End the process without joining threads.
 
     sys.exit would join threads that wait for a lost Ray or an unresponsive store.
     """

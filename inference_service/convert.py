@@ -94,7 +94,7 @@ LINEAGE = (
 
 
 def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | None) -> None:
-    """Raises `InvalidArgument` for far more tensors than the model has.
+    """Raise `InvalidArgument` for far more tensors than the model has.
 
     Each tensor takes time to check, so this comes first. If there are only a few too many, a later check names the
     wrong one.
@@ -107,7 +107,7 @@ def check_tensor_counts(request: pb.ModelInferRequest, signature: Signature | No
 
 
 def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
-    """Returns the input tensors, which are not yet checked themselves.
+    """Return the input tensors, which are not yet checked themselves.
 
     Raises `InvalidArgument` if the raw contents do not match the inputs, or a tensor is in shared memory.
     """
@@ -134,7 +134,7 @@ def inputs_from_proto(request: pb.ModelInferRequest) -> list[WireTensor]:
 
 
 def outputs_from_proto(request: pb.ModelInferRequest) -> list[RequestedOutput]:
-    """Returns the requested outputs; raises `InvalidArgument` for an output's parameters."""
+    """Return the requested outputs; raise `InvalidArgument` for an output's parameters."""
     return [
         requested_output(
             f"outputs[{index}]", output.name, parameters_from_proto(output.parameters, f"outputs[{index}].parameters")
@@ -144,7 +144,7 @@ def outputs_from_proto(request: pb.ModelInferRequest) -> list[RequestedOutput]:
 
 
 def parameters_from_proto(parameters: Mapping[str, pb.InferParameter], field: str = "parameters") -> Parameters:
-    """Returns the parameters that have a value.
+    """Return the parameters that have a value.
 
     Raises `InvalidArgument` naming `field` if there are too many.
     """
@@ -158,7 +158,7 @@ def parameters_from_proto(parameters: Mapping[str, pb.InferParameter], field: st
 def answer_to_proto(
     request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput] = ()
 ) -> pb.ModelInferResponse:
-    """Converts an answer.
+    """Convert an answer.
 
     Outputs are raw or typed like the inputs, and classified if `requested`.
     """
@@ -181,7 +181,7 @@ def answer_to_proto(
 
 
 def streamed_answer(response: pb.ModelInferResponse) -> pb.ModelStreamInferResponse:
-    """Returns the answer as a message of a stream.
+    """Return the answer as a message of a stream.
 
     No request has several answers, so it is marked as the final one.
     """
@@ -198,7 +198,7 @@ def streamed_error(request: pb.ModelInferRequest, error: MillraceError) -> pb.Mo
 
 
 def model_metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.ModelMetadataResponse:
-    """Returns a model's metadata.
+    """Return a model's metadata.
 
     Inputs are in the raw form, a tensor for each column; the prepared form and null flags are accepted, too. Versions
     are those that can be requested by number: loaded, and not retired.
@@ -217,7 +217,7 @@ def model_metadata_to_proto(deployment: Deployment, signature: Signature) -> pb.
 
 
 def _in_words(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Array]:
-    """Converts label names and classifications to text; leaves other outputs as they are."""
+    """Convert label names and classifications to text; leave other outputs as they are."""
     if spec.name == LABEL_NAME:
         return spec, named(values, spec.class_names)
     if not top:
@@ -226,7 +226,7 @@ def _in_words(spec: TensorSpec, values: Array, top: int) -> tuple[TensorSpec, Ar
 
 
 def _lineage_of(answer: Answer) -> tuple[str, ...]:
-    """Returns the values in the order of `LINEAGE`."""
+    """Return the values in the order of `LINEAGE`."""
     version = answer.version
     return (
         version.dataset_version,
@@ -241,7 +241,7 @@ def _lineage_of(answer: Answer) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=256)
 def _lineage(*values: str) -> pb.ModelInferResponse:
-    """Returns the common start of a version's answers.
+    """Return the common start of a version's answers.
 
     It has the fields of `millrace.common.v1.Lineage` as parameters.
     """
@@ -273,13 +273,13 @@ INTEGERS = {"int_contents": "<i8", "int64_contents": "<i8", "uint_contents": "<u
 
 
 def many_elements(tensors: Sequence[WireTensor]) -> int:
-    """Returns the number of typed elements if they take long to decode; else 0."""
+    """Return the number of typed elements if they take long to decode; else 0."""
     counts = [sum(map(len, tensor.typed.values())) for tensor in tensors]
     return sum(counts) if max(counts, default=0) > FEW_ELEMENTS else 0
 
 
 def decode_typed(request: pb.ModelInferRequest, tensors: Sequence[WireTensor]) -> list[WireTensor]:
-    """Returns the request's `tensors`, all `decoded`."""
+    """Return the request's `tensors`, all `decoded`."""
     return [
         decode_ahead(replace(tensor, typed={**tensor.typed, **_array(given.contents, tensor)}))
         for given, tensor in zip(request.inputs, tensors, strict=True)
@@ -287,9 +287,9 @@ def decode_typed(request: pb.ModelInferRequest, tensors: Sequence[WireTensor]) -
 
 
 def _array(contents: pb.InferTensorContents, tensor: WireTensor) -> dict[str, Array]:
-    """Returns the only typed field as an array.
+    """Return the only typed field as an array.
 
-    Returns nothing if there are several, which is an error, or if it holds bytes.
+    Return nothing if there are several, which is an error, or if it holds bytes.
     """
     if len(tensor.typed) != 1:
         return {}
@@ -305,7 +305,7 @@ def _array(contents: pb.InferTensorContents, tensor: WireTensor) -> dict[str, Ar
 
 
 def _packed(contents: pb.InferTensorContents, count: int, dtype: np.dtype[np.generic]) -> Array:
-    """Returns the numbers of the only known field; unknown fields may follow it."""
+    """Return the numbers of the only known field; unknown fields may follow it."""
     data = contents.SerializeToString()
     # The data begins with the field's tag, one byte, and its length as a varint, whose last byte is below 128.
     begin = next(at for at in range(1, len(data)) if data[at] < 0x80) + 1
@@ -316,7 +316,7 @@ def _packed(contents: pb.InferTensorContents, count: int, dtype: np.dtype[np.gen
 
 
 def creation_from_proto(request: deployment_pb.CreateDeploymentRequest) -> Creation:
-    """Returns the checked creation; raises `InvalidArgument` for the spec's numbers."""
+    """Return the checked creation; raise `InvalidArgument` for the spec's numbers."""
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to serve")
     spec = request.spec
@@ -346,7 +346,7 @@ def creation_from_proto(request: deployment_pb.CreateDeploymentRequest) -> Creat
 def deployment_to_proto(
     deployment: Deployment, replicas: Callable[[Deployment, ModelVersion], int | None] = lambda *_: None
 ) -> deployment_pb.Deployment:
-    """Converts a deployment.
+    """Convert a deployment.
 
     `replicas` returns a version's present replicas, None if unknown.
     """
@@ -463,7 +463,7 @@ MAX_PATHS = 100
 
 
 def change_from_proto(request: deployment_pb.UpdateDeploymentRequest) -> tuple[str, TrafficChange, str]:
-    """Returns the deployment's name, the change and the etag; raises `InvalidArgument`."""
+    """Return the deployment's name, the change and the etag; raise `InvalidArgument`."""
     if not request.HasField("deployment"):
         raise invalid_field("deployment", None, "give its name, and what to change")
     check_count("update_mask", request.update_mask.paths, MAX_PATHS)
@@ -501,7 +501,7 @@ def traffic_to_proto(deployment: Deployment) -> deployment_pb.Traffic:
 
 
 def rollout_change_from_proto(request: deployment_pb.RolloutRequest) -> RolloutChange:
-    """Returns the checked roll-out; raises `InvalidArgument` for the spec's fields."""
+    """Return the checked roll-out; raise `InvalidArgument` for the spec's fields."""
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to roll out")
     check_count("spec.steps", request.spec.steps, MAX_STEPS)
@@ -561,7 +561,7 @@ def _comparison_from_proto(comparison: rollout_pb2.Comparison) -> Comparison:
 
 
 def policy_from_proto(field: str, policy: deployment_pb.VersionPolicy) -> VersionPolicy:
-    """Returns the version policy; raises `InvalidArgument`."""
+    """Return the version policy; raise `InvalidArgument`."""
     chosen = policy.WhichOneof("choice")
     if chosen == "all":
         return VersionPolicy(Kept.ALL)

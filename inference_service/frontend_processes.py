@@ -45,9 +45,9 @@ REFUSED = 2
 
 
 async def run_frontends(module: str, listen: str, frontends: int, metrics_listen: str = "") -> int:
-    """Runs `python -m module NUMBER FOLDER` for each number until SIGTERM or SIGINT.
+    """Run `python -m module NUMBER FOLDER` for each number until SIGTERM or SIGINT.
 
-    Returns the exit status: 0, or `REFUSED` if a process ends with that at its first start. Raises `SettingsError` if
+    Return the exit status: 0, or `REFUSED` if a process ends with that at its first start. Raises `SettingsError` if
     one of the ports is taken: the kernel would distribute the calls over both services.
     """
     _check_free(
@@ -95,7 +95,7 @@ def _folder() -> Path:
 
 
 def _check_free(listen: str, metrics: Sequence[str]) -> None:
-    """Raises `SettingsError` unless all ports are free.
+    """Raise `SettingsError` unless all ports are free.
 
     All are held until the last is checked, so that no two settings name the same port.
     """
@@ -119,7 +119,7 @@ def _check_free(listen: str, metrics: Sequence[str]) -> None:
 
 
 async def parent_gone() -> None:
-    """Waits until this process's standard input ends, which its parent holds open."""
+    """Wait until this process's standard input ends, which its parent holds open."""
     ended = asyncio.Event()
 
     class Protocol(asyncio.Protocol):
@@ -140,7 +140,7 @@ UNRESPONSIVE_POLLS = 12
 
 
 async def hangs(folder: Path, number: int, pid: int) -> None:
-    """Waits until the frontend of this number stops its heartbeat for a minute, after a first one.
+    """Wait until the frontend of this number stops its heartbeat for a minute, after a first one.
 
     If no file in the folder can be touched, for example when it is read-only, a missing heartbeat does not count.
     """
@@ -156,7 +156,7 @@ async def hangs(folder: Path, number: int, pid: int) -> None:
 
 
 def _touched_at(path: Path) -> int | None:
-    """Returns the file's modification time; None before the process has begun."""
+    """Return the file's modification time; None before the process has begun."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

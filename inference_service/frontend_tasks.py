@@ -85,7 +85,7 @@ class RayConnection:
         self.ready = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until cancelled.
+        """Run until cancelled.
 
         When Ray is lost, sets `exit_status` and stops the server.
         """
@@ -119,7 +119,7 @@ class RayConnection:
         logger.info("joined Ray at %s", self._address)
 
     async def _watch(self) -> None:
-        """Raises `RayLost` after the head's port has been closed for a while.
+        """Raise `RayLost` after the head's port has been closed for a while.
 
         Ray's client would only hang.
         """
@@ -182,7 +182,7 @@ class PeerReports:
         reconciler.on_going(self._exchange)
 
     async def run(self) -> None:
-        """Exchanges state until cancelled; returns at once without peers.
+        """Exchange state until cancelled; return at once without peers.
 
         The deployments that peers have changed or loaded are noticed soon.
         """
@@ -191,14 +191,14 @@ class PeerReports:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def turn_to_listen(self) -> None:
-        """Waits until this process may open the port, and reports to the peers that it does."""
+        """Wait until this process may open the port, and report to the peers that it does."""
         while not self._peers.may_listen(self._ready.is_set(), self._reconciler.holds()):  # noqa: ASYNC110 - a file sends no event
             await asyncio.sleep(POLL_INTERVAL_S)
         self._listens = True
         self._exchange()
 
     def _exchange(self) -> None:
-        """Writes this process's state and reads that of the peers.
+        """Write this process's state and read that of the peers.
 
         A folder that is full or not accessible must not stop the service: the next exchange tries again.
         """
@@ -233,7 +233,7 @@ class PeerReports:
         )
 
     def _counts(self, deployment: Deployment) -> list[tuple[str, Counts]]:
-        """Returns the request counts of versions that a roll-out's limits compare."""
+        """Return the request counts of versions that a roll-out's limits compare."""
         rollout = deployment.rollout
         if rollout is None or rollout.state is not RolloutState.SHIFTING:
             return []
@@ -268,7 +268,7 @@ class LoadReporter:
         self._under_way: set[str] = set()
 
     async def run(self) -> None:
-        """Reports until cancelled.
+        """Report until cancelled.
 
         Replicas that do not answer delay no other report.
         """
@@ -317,7 +317,7 @@ class StoreCheck:
         self.passed = False
 
     def begin(self) -> None:
-        """Checks once, for at most `CHECKED_TIMEOUT_S` seconds; raises `StoreRefused`."""
+        """Check once, for at most `CHECKED_TIMEOUT_S` seconds; raise `StoreRefused`."""
         # A separate thread that is not joined: an unresponsive store may take longer than the timeout.
         thread = ThreadPoolExecutor(1, thread_name_prefix="store-check")
         try:
@@ -331,7 +331,7 @@ class StoreCheck:
             thread.shutdown(wait=False)
 
     async def finish(self) -> None:
-        """Checks with growing pauses until the store has answered; raises `StoreRefused`."""
+        """Check with growing pauses until the store has answered; raise `StoreRefused`."""
         pause_s = FIRST_PAUSE_S
         while not self.passed:
             await asyncio.sleep(pause_s)
@@ -364,7 +364,7 @@ LARGE_BYTES = 64 * 1024
 
 
 def give_back_large_buffers() -> None:
-    """Gives each large buffer pages of its own, which are unmapped when it is freed.
+    """Give each large buffer pages of its own, which are unmapped when it is freed.
 
     gRPC reads a message that is over the limit before it refuses it, into buffers that many threads allocate and free.
     glibc keeps such memory: a server that was sent 65 MiB now and then held 300 MiB more after minutes. Without glibc
@@ -444,7 +444,7 @@ class ModelCollector(Collector):
 
 @contextmanager
 def metrics_served(listen: str, models: Models) -> Iterator[None]:
-    """Serves http://`listen`/metrics within the block; nothing if `listen` is empty.
+    """Serve http://`listen`/metrics within the block; nothing if `listen` is empty.
 
     Raises `SettingsError` if the port or the address is not available.
     """

@@ -271,7 +271,7 @@ async def in_order(
     answer_bytes: Callable[[Answered], int] = lambda _: 0,
     max_bytes: float = math.inf,
 ) -> AsyncGenerator[Answered, None]:
-    """Yields the answers in the order of the requests.
+    """Yield the answers in the order of the requests.
 
     At most `most` requests are in progress or wait to be taken, and none is read while these have `max_bytes`, so a
     client that takes no answers is not read any further. The larger of `size_bytes` of a request and `answer_bytes` of

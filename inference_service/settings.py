@@ -45,7 +45,7 @@ class InferenceSettings:
 
 
 def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
-    """Reads the settings from the environment; raises `SettingsError`."""
+    """Read the settings from the environment; raise `SettingsError`."""
     service = service_settings(environ, DEFAULT_LISTEN)
     host, _, port = service.ray_address.rpartition(":")
     if not host or not port.isdigit():
@@ -61,7 +61,7 @@ def settings_from(environ: Mapping[str, str]) -> InferenceSettings:
 
 
 def metrics_of(listen: str, frontend: int) -> str:
-    """Returns the metrics address of one frontend."""
+    """Return the metrics address of one frontend."""
     host, _, port = listen.rpartition(":")
     return f"{host}:{int(port) + frontend}" if listen else ""
 

@@ -240,7 +240,7 @@ class CodeBundles:
         return record if there else None
 
     def _stored(self, spooled: Path, facts: BundleFacts) -> BundleRecord | None:
-        """Store the bundle. Returns None if a deletion came in between."""
+        """Store the bundle. Return None if a deletion came in between."""
         # This overwrites what an upload that died, or a damaged store, may have left. Every writer of this key writes
         # the same bytes.
         self._store.upload_file(spooled, _key(facts.sha256, "bundle.tar"))
@@ -485,7 +485,7 @@ def load_code(
 ) -> Path:
     """Make the modules of `codeBundles/{sha256}` importable in this process, and the packages that they require.
 
-    Returns the folder that holds them, below `root` (default: `node_folder()`). `note_progress` is called while
+    Return the folder that holds them, below `root` (default: `node_folder()`). `note_progress` is called while
     packages are installed. Raises `FailedPrecondition` if this process has loaded another bundle, and what
     `unpack_on_node` and `use_environment` raise.
     """

@@ -486,7 +486,7 @@ class _Environment:
             )
 
     def _watch(self, child: subprocess.Popen[bytes], note_progress: Callable[[], None]) -> str:
-        """Wait for uv. Returns the limit that it exceeded, empty if none."""
+        """Wait for uv. Return the limit that it exceeded, empty if none."""
         began, pause_s = time.monotonic(), BUILD_POLL_S
         while True:
             with suppress(subprocess.TimeoutExpired):
@@ -627,7 +627,7 @@ def use_environment(
 ) -> Path | None:
     """Make the packages that a bundle requires importable in this process, which keeps them for its life.
 
-    Returns their folder, None if the image has them all. Raises what `environments_of_node` and
+    Return their folder, None if the image has them all. Raises what `environments_of_node` and
     `CodeEnvironments.opened` raise.
     """
     lease = environments_of_node(environ).lease(requirements, note_progress)

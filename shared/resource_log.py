@@ -128,7 +128,7 @@ class ResourceLog:
         return best
 
     def append(self, previous: Record | None, state: State, attempt: int = 0, nonce: str = "") -> Record | None:
-        """Write the record after `previous`. Returns None if another writer was faster.
+        """Write the record after `previous`. Return None if another writer was faster.
 
         Raises `StaleAttempt` if that writer, or `previous`, belongs to a later attempt. `nonce` is that of `update`.
         """
@@ -188,7 +188,7 @@ class ResourceLog:
                 return record
 
     def fence(self, attempt: int, initial: State) -> Record:
-        """Open the log for `attempt`, so that no earlier attempt can append. Returns the newest record."""
+        """Open the log for `attempt`, so that no earlier attempt can append. Return the newest record."""
         opened = self.update(
             lambda previous: (
                 None if previous and previous.attempt == attempt else (previous.state if previous else initial)

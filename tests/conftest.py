@@ -44,7 +44,7 @@ settings.load_profile("millrace")
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Keeps the garbage collector from walking over a gigabyte of imported modules and collected tests: while they are
+    """Keep the garbage collector from walking over a gigabyte of imported modules and collected tests: while they are
     made, and in each later collection."""
     gc.disable()
     try:
@@ -61,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> BySuite:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Runs a bare `async def test_…` on an event loop of its own, bounded by pytest's timeout."""
+    """Run a bare `async def test_…` on an event loop of its own, bounded by pytest's timeout."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     parameters = inspect.signature(pyfuncitem.obj).parameters

@@ -321,7 +321,7 @@ class Queue:
     def poll(self) -> list[Claim] | None:
         """Forget the jobs that waited, and the attempts that hold their resources by now, or have ended.
 
-        Returns the claims of the jobs that waited, the first one first; None at the first poll.
+        Return the claims of the jobs that waited, the first one first; None at the first poll.
         """
         waited = [*self._waiting.values()] if self._has_polled else None
         self._has_polled = True

@@ -37,7 +37,7 @@ Case = Callable[[Costs, int], None]
 
 
 def cases() -> dict[str, Case]:
-    """Returns the cases; they are imported only in the children."""
+    """Return the cases; they are imported only in the children."""
     from benchmarks.scale import data_cases, job_cases, train_cases, version_cases
 
     return {
@@ -73,7 +73,7 @@ NAMES = (
 
 
 def run_here(case: str, scale: int) -> None:
-    """Runs a case in a child, and prints each cost as a line of JSON."""
+    """Run a case in a child, and print each cost as a line of JSON."""
 
     def report(name: str, cost: dict[str, Any]) -> None:
         print(json.dumps({"name": name, "cost": cost}), flush=True)
@@ -83,7 +83,7 @@ def run_here(case: str, scale: int) -> None:
 
 
 def run_child(case: str, scale: int) -> tuple[dict[str, Any], str]:
-    """Returns the cost of each operation, and why some are missing; empty if none is."""
+    """Return the cost of each operation, and why some are missing; empty if none is."""
     command = [sys.executable, "-m", "benchmarks.scale", "--child", case, str(scale)]
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         child = subprocess.Popen(command, stdout=output, stderr=errors)
@@ -97,7 +97,7 @@ def run_child(case: str, scale: int) -> tuple[dict[str, Any], str]:
 
 
 def _wait_within_limits(child: subprocess.Popen[bytes]) -> str:
-    """Returns the limit that the child exceeded, and was killed for; empty if it ended by itself."""
+    """Return the limit that the child exceeded, and was killed for; empty if it ended by itself."""
     until = time.monotonic() + TIME_S
     while True:
         try:

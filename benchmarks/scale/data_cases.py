@@ -37,7 +37,7 @@ MIB = 1024 * 1024
 
 
 def import_files(costs: Costs, scale: int) -> None:
-    """Finds the files of an import: 1,000 at 1x, in folders of 1,000.
+    """Find the files of an import: 1,000 at 1x, in folders of 1,000.
 
     Simulated: the S3 endpoint's listing.
     """
@@ -63,8 +63,8 @@ class _Listing:
 
 
 def version(costs: Costs, scale: int) -> None:
-    """Commits the files of a version of 100,000 row groups at 1x, opens it, reads ten rows and a preview, plans a
-    transform, and finds all row groups as a training run does. At 1x it also does so with 10,000 row groups.
+    """Commit the files of a version of 100,000 row groups at 1x, open it, read ten rows and a preview, plans a
+    transform, and find all row groups as a training run does. At 1x it also does so with 10,000 row groups.
 
     Simulated: all its files have the bytes of one of 2,500 groups.
     """
@@ -119,7 +119,7 @@ def _version(costs: Costs, groups: int, suffix: str = "") -> None:
 
 
 def _file(store: SimulatedStore) -> tuple[DataFile, Manifest]:
-    """Stores the bytes that all files have; returns one of these, and a manifest without files."""
+    """Store the bytes that all files have; return one of these, and a manifest without files."""
     schema = pa.schema([("text", pa.string())])
     rows = ROWS_A_GROUP * GROUPS_A_FILE
     # All files have groups as at the beginning of a version: the smallest, and the same in each.
@@ -135,7 +135,7 @@ def _file(store: SimulatedStore) -> tuple[DataFile, Manifest]:
 
 
 def upload_commit(costs: Costs, scale: int) -> None:
-    """Commits an upload of 1 GB at 1x without a cached digest.
+    """Commit an upload of 1 GB at 1x without a cached digest.
 
     Simulated: its bytes are zeros, and beyond 1x they are not hashed: `hash_upload` is the hashing of 1 GB.
     """
@@ -166,7 +166,7 @@ def _not_hashed(digest: chunks.RunningDigest, data: bytes) -> None:
 
 
 def columns(costs: Costs, scale: int) -> None:
-    """Computes statistics and a preview of 1,024 rows of 5 columns at 1x.
+    """Compute statistics and a preview of 1,024 rows of 5 columns at 1x.
 
     Only the store is simulated.
     """

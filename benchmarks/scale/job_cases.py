@@ -36,7 +36,7 @@ NEW_EVENTS = 2048
 
 
 def jobs(costs: Costs, scale: int) -> None:
-    """Lists a page of a hundred jobs among all, and then what a service and its reconciler do in the background."""
+    """List a page of a hundred jobs among all, and then what a service and its reconciler do in the background."""
     store, count = SimulatedStore(), 100 * scale
     live_jobs = count // 100
     kept = Jobs(store, TRAIN_KIND)
@@ -71,7 +71,7 @@ def jobs(costs: Costs, scale: int) -> None:
 
 
 def events(costs: Costs, scale: int) -> None:
-    """Writes, follows, reads, gathers and deletes the events of a run that had 100 at 1x. Simulated: the store."""
+    """Write, follow, read, gather and delete the events of a run that had 100 at 1x. Simulated: the store."""
     store, count = SimulatedStore(), 100 * scale
     writer = EventLog(store, DONE, gathers=True)
 
@@ -112,7 +112,7 @@ def events(costs: Costs, scale: int) -> None:
 
 
 def _metrics(costs: Costs, store: SimulatedStore, scale: int) -> None:
-    """Reads a page in the middle of a run's metrics: a part at 1x, and 1,000 parts of 1,024 points at 1,000x.
+    """Read a page in the middle of a run's metrics: a part at 1x, and 1,000 parts of 1,024 points at 1,000x.
 
     Simulated: the store. Parts that the page does not show are empty objects.
     """

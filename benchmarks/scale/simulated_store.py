@@ -27,7 +27,7 @@ ZEROS = memoryview(bytes(64 * 1024 * 1024))
 
 @functools.lru_cache(maxsize=4)
 def _zeros(size_bytes: int) -> bytes:
-    """Returns cached zeros: copying a terabyte of them is no cost of the code that reads it."""
+    """Return cached zeros: copying a terabyte of them is no cost of the code that reads it."""
     return bytes(size_bytes)
 
 
@@ -48,12 +48,12 @@ class SimulatedStore(ObjectStore):
         return self.requests * LATENCY_S + self.bytes / BYTES_PER_S
 
     def put_zeros(self, key: str, size_bytes: int) -> None:
-        """Adds an object of zeros that takes no memory; not counted as a request."""
+        """Add an object of zeros that takes no memory; not counted as a request."""
         self._objects[key] = size_bytes
         self._sorted.clear()
 
     def put_alias(self, ending: str, data: bytes) -> None:
-        """Makes `data` the content of all keys with that suffix; not counted as a request."""
+        """Make `data` the content of all keys with that suffix; not counted as a request."""
         self._aliases[ending] = data
 
     def copy_folder(self, folder: str, *targets: str) -> None:

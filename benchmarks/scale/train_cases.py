@@ -22,7 +22,7 @@ JOB = "trainingJobs/j"
 
 
 def order(costs: Costs, scale: int) -> None:
-    """Orders an epoch of a million rows at 1x on 1,000 ranks.
+    """Order an epoch of a million rows at 1x on 1,000 ranks.
 
     Nothing is simulated.
     """
@@ -41,7 +41,7 @@ def order(costs: Costs, scale: int) -> None:
 
 
 def coverage(costs: Costs, scale: int) -> None:
-    """Counts the coverage of a million rows at 1x that were all consumed.
+    """Count the coverage of a million rows at 1x that were all consumed.
 
     Simulated: parts of the record are generated on request, in an order that is shuffled within 2^20 rows.
     """
@@ -64,7 +64,7 @@ def coverage(costs: Costs, scale: int) -> None:
 
 
 def checkpoints(costs: Costs, scale: int) -> None:
-    """Commits to a registry of ten checkpoints at 1x.
+    """Commit to a registry of ten checkpoints at 1x.
 
     Simulated: no checkpoint has files.
     """
@@ -101,7 +101,7 @@ def checkpoint_entry(step: int, job: str = JOB) -> CheckpointEntry:
 
 
 def deployments(costs: Costs, scale: int) -> None:
-    """Lists a page, and reads what the reconciler polls, of ten deleted deployments at 1x and 100 existing ones at
+    """List a page, and read what the reconciler polls, of ten deleted deployments at 1x and 100 existing ones at
     every size.
 
     Simulated: all are copies of two.

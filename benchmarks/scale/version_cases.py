@@ -33,7 +33,7 @@ FIRST_S, WATCHED_S = 10.0, 120.0
 
 
 def versions(costs: Costs, scale: int) -> None:
-    """Lists, collects garbage and deletes where 100 versions have ended and 100 were deleted at 1x."""
+    """List, collect garbage and delete where 100 versions have ended and 100 were deleted at 1x."""
     store, count = SimulatedStore(), 100 * scale
     _fill(store, count)
     index = open_version_index(store)
@@ -88,7 +88,7 @@ def _fill(store: SimulatedStore, count: int) -> None:
 
 
 def watch(costs: Costs, scale: int) -> None:
-    """Follows an operation at work for two minutes, ten seconds after its beginning, and has watchers wait for its end:
+    """Follow an operation at work for two minutes, ten seconds after its beginning, and ha watchers wait for its end:
     one at 1x.
 
     Simulated besides: the clock of those two minutes.

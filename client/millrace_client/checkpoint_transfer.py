@@ -93,7 +93,7 @@ class _Download:
     def _call(self, retry_budget: RetryBudget) -> bool:
         """Make one call, starting at the first missing file.
 
-        Returns False if another call has to continue.
+        Return False if another call has to continue.
         """
         if self._listed and self._listed.keys() == self._done.keys():
             return self._is_there_already() or self._put_in_place()
@@ -209,7 +209,7 @@ class _Download:
         return True
 
     def _put_in_place(self) -> bool:
-        """Move the complete folder to the target. Returns True, or raises."""
+        """Move the complete folder to the target. Return True, or raise."""
         for folder, _, _ in os.walk(self._files, topdown=False):
             _sync(Path(folder))
         try:

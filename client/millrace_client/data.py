@@ -305,7 +305,7 @@ class VersionCalls(DataCalls):
     ) -> Operation[resources_pb2.DatasetVersion]:
         """Send rows from memory, and import them into a new version of `datasets/{d}` while they arrive.
 
-        Returns once all rows are sent; the import may still run. `options` are those of `import_version`. If sending
+        Return once all rows are sent; the import may still run. `options` are those of `import_version`. If sending
         fails, the import is cancelled and nothing is left.
         """
         from millrace_client.specs import arrow_source

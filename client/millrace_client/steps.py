@@ -25,7 +25,7 @@ def scalar(value: Value) -> pb.Scalar:
 
 
 def select(*columns: str) -> Step:
-    """Keeps these columns, in this order."""
+    """Keep these columns, in this order."""
     return Step(select=pb.Select(columns=columns))
 
 

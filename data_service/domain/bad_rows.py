@@ -110,7 +110,7 @@ class BadRowLog:
         self._file.close()
 
     def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        """Adds one row, or several adjacent ones, that a source cannot read.
+        """Add one row, or several adjacent ones, that a source cannot read.
 
         `source` is a URI or a version. Raises `InvalidArgument` if the policy allows no bad rows, or not so many.
         """
@@ -132,14 +132,14 @@ class BadRowLog:
             )
 
     def leave_out(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        """Adds rows that a check has quarantined, which the policy does not limit."""
+        """Add rows that a check has quarantined, which the policy does not limit."""
         example, reason = Example(_cut(source), _cut(place), _cut(excerpt)), _cut(reason)
         self._count(reason, rows, [example])
         self._write([json.dumps({**example.to_json(), "reason": reason, "rows": rows}, ensure_ascii=False)])
         self._line_count += 1
 
     def part(self) -> BadRowPart:
-        """Returns the contents, to be merged into another log.
+        """Return the contents, to be merged into another log.
 
         Nothing may be added afterwards.
         """
@@ -155,7 +155,7 @@ class BadRowLog:
         return BadRowPart(self._reasons, kept, self._line_count)
 
     def merge(self, part: BadRowPart) -> None:
-        """Adds the next part in row order; the policy was applied to its rows already."""
+        """Add the next part in row order; the policy was applied to its rows already."""
         for reason, found in part.reasons.items():
             self._count(reason, found.row_count, found.examples)
         self._write(part.lines)
@@ -163,7 +163,7 @@ class BadRowLog:
         self._is_full |= part.fills_log
 
     def close(self) -> None:
-        """Closes the file; its last line reports missing lines, if any.
+        """Close the file; its last line reports missing lines, if any.
 
         May be called again.
         """
@@ -176,7 +176,7 @@ class BadRowLog:
         self._file.close()
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Returns the QuarantineReasons by descending frequency, then by first occurrence."""
+        """Return the QuarantineReasons by descending frequency, then by first occurrence."""
         ordered = sorted(self._reasons.items(), key=lambda item: -item[1].row_count)
         return [
             {
@@ -213,7 +213,7 @@ class BadRowParts:
         self._lines = 0
 
     def add(self, number: int, part: BadRowPart) -> None:
-        """Adds a part by its number in row order; in any order."""
+        """Add a part by its number in row order; in any order."""
         if not part.reasons:
             return
         self._numbers.add(number)
@@ -230,7 +230,7 @@ class BadRowParts:
             self._keep(last, replace(self._kept(last), lines=[]))
 
     def merged(self, path: Path) -> BadRowLog:
-        """Returns the rows of all parts, in row order; the log's lines are in the file `path`."""
+        """Return the rows of all parts, in row order; the log's lines are in the file `path`."""
         with BadRowLog(path, BadRowPolicy(quarantines=True)) as bad_rows:
             for number in sorted(self._numbers):
                 bad_rows.merge(self._kept(number))
@@ -248,7 +248,7 @@ class BadRowParts:
 
 
 def excerpt(table: pa.Table, row: int) -> str:
-    """Returns a row as text, truncated, without tensors and without spelling out bytes."""
+    """Return a row as text, truncated, without tensors and without spelling out bytes."""
     shown = {}
     for field_, column in zip(table.schema, table.columns, strict=True):
         if isinstance(field_.type, pa.FixedShapeTensorType):
@@ -262,7 +262,7 @@ def excerpt(table: pa.Table, row: int) -> str:
 
 
 def _in_python(value: pa.Scalar) -> Any:
-    """Returns the value as text if Python has no such value."""
+    """Return the value as text if Python has no such value."""
     try:
         return value.as_py()
     except (OverflowError, ValueError):
@@ -282,7 +282,7 @@ def _cut(text: str) -> str:
 def build_report(
     splits: Mapping[str, SplitStatistics], results: Mapping[int, CheckResult], bad_rows: BadRowLog
 ) -> dict[str, Any]:
-    """Returns a QualityReport in the shape of its proto JSON.
+    """Return a QualityReport in the shape of its proto JSON.
 
     `splits` are in the order of the version; `results` are by the index of the check, both for rows and for the gate.
     """

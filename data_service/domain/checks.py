@@ -45,7 +45,7 @@ class NotNull:
         return {}
 
     def broken(self) -> str:
-        """Describes a value that fails the check, for people."""
+        """Describe a value that fails the check, for people."""
         return "is null"
 
 
@@ -184,7 +184,7 @@ class Check:
         return isinstance(self.condition, RowCondition)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the check in the shape of the proto's JSON."""
+        """Return the check in the shape of the proto's JSON."""
         return {
             "column": self.column,
             "action": "ACTION_QUARANTINE" if self.quarantines else "ACTION_FAIL",
@@ -192,7 +192,7 @@ class Check:
         }
 
     def reason(self) -> str:
-        """Returns why a row fails, for people: `age is null`; only for row checks."""
+        """Return why a row fails, for people: `age is null`; only for row checks."""
         if not isinstance(self.condition, RowCondition):
             raise TypeError(f"{self.condition.kind} is no check of rows")
         return f"{self.column} {self.condition.broken()}"
@@ -238,7 +238,7 @@ Problem = tuple[str, object, str]
 
 
 def parse_checks(records: Sequence[Mapping[str, Any]], field: str = "checks") -> list[Check]:
-    """Parses checks from proto JSON, in either spelling of field names.
+    """Parse checks from proto JSON, in either spelling of field names.
 
     Raises `InvalidArgument` naming all malformed fields by their paths, e.g. `checks[3].range.min`.
     """
@@ -258,7 +258,7 @@ def fits(
     splits: Collection[str] | None = None,
     field: str = "checks",
 ) -> None:
-    """Raises `InvalidArgument` naming all checks that do not fit these logical columns.
+    """Raise `InvalidArgument` naming all checks that do not fit these logical columns.
 
     Without `splits` the names of splits are not checked.
     """
@@ -400,7 +400,7 @@ def _number(value: Any, path: str, problems: list[Problem]) -> float | None:
 
 
 def _unfit(condition: Condition, arrow_type: pa.DataType) -> str:
-    """Returns why a check does not support values of this type; empty if it does."""
+    """Return why a check does not support values of this type; empty if it does."""
     is_number = kinds.is_integer(arrow_type) or kinds.is_floating(arrow_type) or kinds.is_decimal(arrow_type)
     is_text = kinds.is_string(arrow_type) or kinds.is_large_string(arrow_type)
     is_boolean = kinds.is_boolean(arrow_type)
@@ -432,7 +432,7 @@ Splits = Mapping[str, SplitStatistics]
 
 
 def gate(checks: Sequence[Check], splits: Splits, parent_report: Mapping[str, Any] | None) -> dict[int, CheckResult]:
-    """Evaluates the checks of the whole version, by their index; row checks are not included.
+    """Evaluate the checks of the whole version, by their index; row checks are not included.
 
     `splits` are the statistics of the whole splits; `parent_report` is the first parent's QualityReport as proto JSON.
     Raises `FailedPrecondition` listing all failed checks.
@@ -504,7 +504,7 @@ def _judge_drift(
 
 
 def _counts(column: str, splits: Splits) -> dict[Any, int] | None:
-    """Returns the counts over all splits; None if a split's are unknown."""
+    """Return the counts over all splits; None if a split's are unknown."""
     total: dict[Any, int] = {}
     for split in splits.values():
         counts = split.value_counts(column)
@@ -574,7 +574,7 @@ class Comparison:
 def compare(
     parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
 ) -> Comparison:
-    """Compares one column.
+    """Compare one column.
 
     Each sequence has one statistics for each split; `new_counts` covers all splits, if known.
     """
@@ -595,7 +595,7 @@ def _share(splits: Sequence[ColumnStatistics], count: str) -> float:
 def population_stability_index(
     parent: Sequence[ColumnStatistics], new: Sequence[ColumnStatistics], new_counts: Counts | None
 ) -> float | None:
-    """Returns the index of the values that are neither null nor NaN.
+    """Return the index of the values that are neither null nor NaN.
 
     Numbers are compared over the parent's deciles, other values over the parent's frequent values, with bins for the
     rest. None if one of the two has no values, or too many distinct ones.
@@ -623,7 +623,7 @@ class _Steps:
         self._shares = np.cumsum([count for _, count in numbers]) / sum(counts.values())
 
     def reached(self, edges: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns the share of values at or below each edge."""
+        """Return the share of values at or below each edge."""
         places = np.searchsorted(self._values, edges, side="right")
         return np.concatenate([[0.0], self._shares])[places]
 
@@ -682,7 +682,7 @@ class _Listed:
 
     @classmethod
     def from_statistics(cls, splits: Sequence[ColumnStatistics]) -> _Listed | None:
-        """Returns the counts; None if a split has values but lists none."""
+        """Return the counts; None if a split has values but lists none."""
         least: Counter[Any] = Counter()
         known: Counter[Any] = Counter()  # the part of `unlisted` from splits that list the value
         total = unlisted = 0
@@ -701,7 +701,7 @@ class _Listed:
 
 
 def _over_values(parent: _Listed, found: Counts) -> float:
-    """Compares over values; an uncertain count of the parent is taken closest to the found one.
+    """Compare over values; an uncertain count of the parent is taken closest to the found one.
 
     So equal values give 0, even if the reports omit some. The last two bins have the values that the parent does not
     list: those that are now more frequent than they can have been, and the others.
@@ -738,7 +738,7 @@ def _has_booleans(column_statistics: ColumnStatistics) -> bool:
 
 
 def _complete_counts(splits: Sequence[ColumnStatistics]) -> dict[Any, int] | None:
-    """Returns the counts over all splits, if their reports have every value."""
+    """Return the counts over all splits, if their reports have every value."""
     counts: dict[Any, int] = {}
     for split in splits:
         for value, count in split.values:

@@ -79,7 +79,7 @@ class RowVerdict:
         return kept
 
     def quarantined(self) -> Iterator[tuple[int, str]]:
-        """Yields (row's index in the table, reason) for each row that is left out."""
+        """Yield (row's index in the table, reason) for each row that is left out."""
         for row in np.flatnonzero(self.first_failed != PASSES).tolist():
             check = self.checks[self.first_failed[row]]
             if check.quarantines:
@@ -111,7 +111,7 @@ class RowChecks:
         return not (self._local or self._unique)
 
     def apply(self, table: pa.Table, first_ordinal: int | Ordinals, repeats: RepeatFinder | None = None) -> RowVerdict:
-        """Evaluates the checks; raises `ValueError` for `unique` checks without `repeats`."""
+        """Evaluate the checks; raise `ValueError` for `unique` checks without `repeats`."""
         ordinals = _ordinals(table, first_ordinal)
         first_failed, violations = self._apply_local(table)
         for index in self._unique:
@@ -124,7 +124,7 @@ class RowChecks:
         return RowVerdict(self.checks, first_failed, violations, self._failure(table, first_failed, ordinals))
 
     def keys(self, table: pa.Table, first_ordinal: int | Ordinals) -> UniqueKeys:
-        """Returns the keys of the rows that pass all other checks, for a pass before `apply`."""
+        """Return the keys of the rows that pass all other checks, for a pass before `apply`."""
         ordinals = _ordinals(table, first_ordinal)
         found = self.empty_keys()
         first_failed, _ = self._apply_local(table)
@@ -134,7 +134,7 @@ class RowChecks:
         return found
 
     def empty_keys(self) -> UniqueKeys:
-        """Returns the keys of no rows."""
+        """Return the keys of no rows."""
         return UniqueKeys({index: self.checks[index].quarantines for index in self._unique})
 
     def _of_rows(self) -> Iterator[tuple[int, Check]]:
@@ -150,7 +150,7 @@ class RowChecks:
         return first_failed, violations
 
     def _goes_on(self, first_failed: npt.NDArray[np.int16]) -> Mask:
-        """Returns the rows that are not left out.
+        """Return the rows that are not left out.
 
         A row that violates a failing check counts, too, because it ends the job anyway.
         """
@@ -215,7 +215,7 @@ class CheckCounts:
         return int(self._quarantined.sum())
 
     def results(self) -> dict[int, CheckResult]:
-        """Returns the results by the index of the check; row checks only."""
+        """Return the results by the index of the check; row checks only."""
         found = {}
         for index, check in enumerate(self._checks):
             if check.is_of_rows:
@@ -227,7 +227,7 @@ class CheckCounts:
         return found
 
     def refuse(self, place: Callable[[int], str] = lambda ordinal: f"row {ordinal}") -> None:
-        """Raises `FailedPrecondition` for the first row, by ordinal, that violates a failing check."""
+        """Raise `FailedPrecondition` for the first row, by ordinal, that violates a failing check."""
         failure = self.failure
         if failure is None:
             return
@@ -257,7 +257,7 @@ def _ordinals(table: pa.Table, first_ordinal: int | Ordinals) -> Ordinals:
 
 
 def _passing(table: pa.Table, column: str, goes_on: Mask) -> tuple[pa.Array, npt.NDArray[np.int64]]:
-    """Returns the column's non-null values in the rows that go on, and those rows' indices."""
+    """Return the column's non-null values in the rows that go on, and those rows' indices."""
     values = table.column(column)
     rows = np.flatnonzero(goes_on & np.asarray(values.is_valid()))
     if len(rows) < table.num_rows:
@@ -271,7 +271,7 @@ def _passing(table: pa.Table, column: str, goes_on: Mask) -> tuple[pa.Array, npt
 
 
 def _shown_value(value: pa.Scalar) -> str:
-    """Returns the value for an error; empty for a null, which the reason names already."""
+    """Return the value for an error; empty for a null, which the reason names already."""
     if not value.is_valid:
         return ""
     if isinstance(value.type, pa.FixedShapeTensorType) or pa.types.is_binary(value.type):
@@ -284,7 +284,7 @@ def _shown_value(value: pa.Scalar) -> str:
 
 
 def violating(condition: Condition, column: pa.ChunkedArray) -> Mask:
-    """Returns True for the rows whose value fails.
+    """Return True for the rows whose value fails.
 
     Raises `TypeError` for conditions on more than one row.
     """
@@ -369,7 +369,7 @@ class Keys:
 
 
 def keys_of(array: pa.Array) -> Keys:
-    """Returns the keys of values without nulls; -0.0 equals 0.0, and NaN equals NaN."""
+    """Return the keys of values without nulls; -0.0 equals 0.0, and NaN equals NaN."""
     if isinstance(array.type, pa.FixedShapeTensorType):
         rows = tensor_rows(array)
         if rows.dtype.kind == "f":
@@ -393,7 +393,7 @@ class KeySet:
         self._runs: list[Keys] = []
 
     def add_new(self, keys: Keys) -> Mask:
-        """Adds the keys; returns True for those already present, or earlier among these."""
+        """Add the keys; return True for those already present, or earlier among these."""
         order = np.lexsort((keys.low, keys.high))  # stable: of equal keys the earlier row comes first
         ordered = keys.at(order)
         repeats = np.empty(len(keys), np.bool_)
@@ -428,7 +428,7 @@ class Repeats:
     ordinals: Mapping[int, Ordinals]
 
     def find(self, check: int, array: pa.Array, ordinals: Ordinals) -> Mask:  # noqa: ARG002
-        """Returns which of these rows are repeats; they passed everything so far and are not null."""
+        """Return which of these rows are repeats; they passed everything so far and are not null."""
         return _are_among(ordinals, self.ordinals.get(check, np.empty(0, np.int64)))
 
 
@@ -444,11 +444,11 @@ class UniqueKeys:
         self._parts: dict[int, list[tuple[Keys, Ordinals]]] = {check: [] for check in quarantines}
 
     def add(self, check: int, array: pa.Array, ordinals: Ordinals) -> None:
-        """Adds values without nulls."""
+        """Add values without nulls."""
         self._parts[check].append((keys_of(array), ordinals))
 
     def merge(self, other: UniqueKeys) -> None:
-        """Adds the keys of another part.
+        """Add the keys of another part.
 
         A part without rows has no checks, and fits any other.
         """
@@ -466,13 +466,13 @@ class UniqueKeys:
         return sum(len(ordinals) for parts in self._parts.values() for _, ordinals in parts)
 
     def take(self) -> dict[int, tuple[Keys, Ordinals]]:
-        """Returns the keys and ordinals by check, and forgets them."""
+        """Return the keys and ordinals by check, and forget them."""
         taken = {check: _joined(parts) for check, parts in self._parts.items()}
         self._parts = {check: [] for check in self._parts}
         return taken
 
     def repeats(self) -> Repeats:
-        """Returns the repeats; of equal values the one with the lowest ordinal stays."""
+        """Return the repeats; of equal values the one with the lowest ordinal stays."""
         found: dict[int, Ordinals] = {}
         left_out = np.empty(0, np.int64)
         for check, parts in sorted(self._parts.items()):
@@ -483,7 +483,7 @@ class UniqueKeys:
 
 
 def repeats_among(keys: Keys, ordinals: Ordinals, left_out: Ordinals) -> Ordinals:
-    """Returns the ordinals of the repeats, in no order, among the rows that are not left out.
+    """Return the ordinals of the repeats, in no order, among the rows that are not left out.
 
     `left_out` ascends. It is only searched: it may have most of all rows, and `keys` those of a small bucket.
     """

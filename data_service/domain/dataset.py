@@ -42,7 +42,7 @@ class Committed:
 
 
 def check_retention(retention: Retention, field: str = "retention") -> None:
-    """Raises `InvalidArgument` naming every invalid field."""
+    """Raise `InvalidArgument` naming every invalid field."""
     problems: list[tuple[str, object, str]] = []
     if retention.keep_newest < 0:
         problems.append((f"{field}.keep_newest", retention.keep_newest, "use 0 (no matter) or more"))
@@ -54,7 +54,7 @@ def check_retention(retention: Retention, field: str = "retention") -> None:
 
 
 def outlived(retention: Retention, versions: Sequence[Committed], now: float) -> list[str]:
-    """Returns the names of versions that the retention deletes, the oldest first.
+    """Return the names of versions that the retention deletes, the oldest first.
 
     A version is deleted if every enabled rule says so, but never one in use, and never the newest. Versions in use
     count among those that `keep_newest` keeps.
@@ -110,7 +110,7 @@ class Dataset(Durable):
 
 
 def changed(dataset: Dataset, changes: Mapping[str, Any]) -> Dataset:
-    """Returns the dataset with these of `UPDATABLE`; the same object if nothing changes.
+    """Return the dataset with these of `UPDATABLE`; the same object if nothing changes.
 
     Raises `InvalidArgument` naming every invalid value.
     """
@@ -121,7 +121,7 @@ def changed(dataset: Dataset, changes: Mapping[str, Any]) -> Dataset:
 
 
 def check_mask(paths: Iterable[str]) -> list[str]:
-    """Returns the fields that an update changes: all of `UPDATABLE` if the mask is empty.
+    """Return the fields that an update changes: all of `UPDATABLE` if the mask is empty.
 
     Raises `InvalidArgument`.
     """
@@ -133,7 +133,7 @@ def check_mask(paths: Iterable[str]) -> list[str]:
 
 
 def check_fields(dataset_id: str | None, display_name: str, description: str, prefix: str = "") -> None:
-    """Raises `InvalidArgument` naming every invalid field, prefixed by `prefix`."""
+    """Raise `InvalidArgument` naming every invalid field, prefixed by `prefix`."""
     problems: list[tuple[str, object, str]] = []
     if dataset_id is not None and not ID.fullmatch(dataset_id):
         problems.append(("dataset_id", dataset_id, ID_REMEDY))

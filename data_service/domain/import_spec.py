@@ -52,7 +52,7 @@ class Glob:
         return None if ANY_FOLDERS in self.names else len(self.names)
 
     def matches(self, relative: str) -> bool:
-        """Returns whether the path matches.
+        """Return whether the path matches.
 
         Follows all readings in parallel: no pattern takes longer than names times wildcards.
         """
@@ -70,7 +70,7 @@ class Glob:
         return len(self.names) in states
 
     def _with_skips(self, states: Iterable[int]) -> set[int]:
-        """Adds the states in which a `**` matches no folder."""
+        """Add the states in which a `**` matches no folder."""
         reached = set()
         for state in states:
             reached.add(state)
@@ -81,9 +81,9 @@ class Glob:
 
 
 def parse_glob(quoted_path: str) -> tuple[str, Glob | None]:
-    """Splits a percent-encoded path before its first wildcard.
+    """Split a percent-encoded path before its first wildcard.
 
-    Returns the folder (or file) before it, still encoded, and the pattern below it; None if the path names one file.
+    Return the folder (or file) before it, still encoded, and the pattern below it; None if the path names one file.
     """
     if quoted_path.endswith("/") and not re.search(r"[*?]", quoted_path):
         return quoted_path.rstrip("/") or "/", Glob((ANY_FOLDERS,))
@@ -183,7 +183,7 @@ class UploadSource:
 
 
 def parse_uri(uri: str) -> FileSource | S3Source | UploadSource:
-    """Parses a URI; names are taken as bytes, without normalisation.
+    """Parse a URI; names are taken as bytes, without normalisation.
 
     Raises `UriRefused`.
     """
@@ -222,7 +222,7 @@ def parse_uri(uri: str) -> FileSource | S3Source | UploadSource:
 
 
 def check_allowed(source: FileSource | S3Source | UploadSource, roots: Sequence[PurePosixPath], *, s3: bool) -> None:
-    """Raises `UriRefused` unless the server may read the source.
+    """Raise `UriRefused` unless the server may read the source.
 
     A file is judged by its path text: the code that opens it must resolve links.
     """
@@ -246,7 +246,7 @@ def _upload(name: str) -> UploadSource:
 
 
 def _host_and_path(rest: str) -> tuple[str, str]:
-    """Splits the text after the scheme's colon; there is a host only after two slashes."""
+    """Split the text after the scheme's colon; there is a host only after two slashes."""
     if not rest.startswith("//"):
         return "", rest
     host, slash, path = rest[2:].partition("/")
@@ -319,7 +319,7 @@ class TypeRefused(ValueError):
 
 
 def parse_type(text: str) -> pa.DataType:
-    """Returns the type that `text` names.
+    """Return the type that `text` names.
 
     Examples are `int64`, `timestamp[us, tz=UTC]`, `decimal128(10, 2)` and `fixed_shape_tensor[value_type=uint8,
     shape=[28,28]]`. Raises `TypeRefused`.
@@ -511,7 +511,7 @@ class ImportSpec:
 
 
 def check(spec: ImportSpec, roots: Sequence[PurePosixPath], *, s3: bool) -> None:
-    """Raises `InvalidArgument` naming every invalid field.
+    """Raise `InvalidArgument` naming every invalid field.
 
     `roots` are the folders allowed for files, `s3` says whether the server can read s3://.
     """

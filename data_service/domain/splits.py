@@ -40,12 +40,12 @@ _NS = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
 
 
 def can_be_key(arrow_type: pa.DataType) -> bool:
-    """Returns whether values of this type can be keys: all scalars, but no tensors."""
+    """Return whether values of this type can be keys: all scalars, but no tensors."""
     return _encoder(arrow_type) is not None
 
 
 def key_hashes(columns: Sequence[pa.ChunkedArray], seed: int) -> NDArray[np.uint64]:
-    """Returns one hash a row; nulls are a separate value.
+    """Return one hash a row; nulls are a separate value.
 
     `columns` are of equal length, at least one.
     """
@@ -65,7 +65,7 @@ def _hash(key: bytes, seed: int) -> int:
 
 
 def _distinct(column: pa.ChunkedArray) -> tuple[list[bytes], NDArray[np.int64]]:
-    """Returns the column's distinct values as canonical bytes, and each row's index among them."""
+    """Return the column's distinct values as canonical bytes, and each row's index among them."""
     encode = _encoder(column.type)
     if encode is None:
         raise ValueError(f"values of type {column.type} are no keys")
@@ -78,7 +78,7 @@ def _distinct(column: pa.ChunkedArray) -> tuple[list[bytes], NDArray[np.int64]]:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Converts times to their integers, since Python's own have no nanoseconds."""
+    """Convert times to their integers, since Python's own have no nanoseconds."""
     if kinds.is_timestamp(column.type) or kinds.is_time64(column.type):
         return column.cast(pa.int64())
     if kinds.is_time32(column.type) or kinds.is_date32(column.type):
@@ -123,7 +123,7 @@ def _sized(value: bytes) -> bytes:
 
 
 def _decimal(value: Decimal) -> bytes:
-    """Encodes the value alone: 1.50 and 1.5 are equal.
+    """Encode the value alone: 1.50 and 1.5 are equal.
 
     `normalize` would round to the context's precision.
     """
@@ -144,7 +144,7 @@ _RADIX_BITS = 16
 
 
 def row_hashes(seed: int, row_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Returns SplitMix64 (Steele, Lea and Flood 2014) of each row id, in the stream of the seed.
+    """Return SplitMix64 (Steele, Lea and Flood 2014) of each row id, in the stream of the seed.
 
     It is a bijection of the row ids, so there are no ties. Overflow is intended.
     """
@@ -152,7 +152,7 @@ def row_hashes(seed: int, row_ids: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def hashes_of_rank(seed: int, row_count: int, ranks: Sequence[int]) -> NDArray[np.uint64]:
-    """Returns for each rank r the hash above exactly r rows' hashes.
+    """Return for each rank r the hash above exactly r rows' hashes.
 
     Memory hardly grows with the rows: a first pass counts the hashes by their upper bits, a second one sorts only those
     around the ranks.
@@ -230,7 +230,7 @@ class Divider(Protocol):
         """The columns that `assign` reads."""
 
     def assign(self, rows: pa.Table, row_ids: NDArray[np.int64]) -> Assignment:
-        """Assigns each row to a split; raises `InvalidArgument` naming a row without a split."""
+        """Assign each row to a split; raise `InvalidArgument` naming a row without a split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +338,7 @@ class RatioDivider:
 
 
 def divider(rule: SplitRule, row_count: int) -> Divider:
-    """Returns the divider of a rule.
+    """Return the divider of a rule.
 
     `row_count` is that of the whole version, with row ids from 0 to `row_count`.
     """
@@ -350,7 +350,7 @@ def divider(rule: SplitRule, row_count: int) -> Divider:
 
 
 def split_order(rule: SplitRule, found: Sequence[str]) -> list[str]:
-    """Returns the splits in the order of their row ids.
+    """Return the splits in the order of their row ids.
 
     The order is that of the rule, or for splits found in a column the byte order of their names.
     """
@@ -360,12 +360,12 @@ def split_order(rule: SplitRule, found: Sequence[str]) -> list[str]:
 
 
 def taken_away(rule: SplitRule | None) -> list[str]:
-    """Returns the columns that the new version does not have."""
+    """Return the columns that the new version does not have."""
     return [rule.column] if isinstance(rule, ColumnSplit) else []
 
 
 def column_problems(rule: SplitRule, schema: pa.Schema) -> Iterator[Problem]:
-    """Yields the problems of the rule's columns, as (field, value, remedy)."""
+    """Yield the problems of the rule's columns, as (field, value, remedy)."""
     if isinstance(rule, HashSplit):
         for index, name in enumerate(rule.key_columns):
             field = f"splits.hash.key_columns[{index}]"
@@ -381,7 +381,7 @@ def column_problems(rule: SplitRule, schema: pa.Schema) -> Iterator[Problem]:
 
 
 def share_counts(shares: Sequence[Share], row_count: int) -> list[int]:
-    """Returns whole numbers nearest to the shares that add up to all rows.
+    """Return whole numbers nearest to the shares that add up to all rows.
 
     The remainder of rounding down goes to those that lost most by it (Hamilton's method), of equal ones to the first.
     """
@@ -395,7 +395,7 @@ def share_counts(shares: Sequence[Share], row_count: int) -> list[int]:
 
 
 def _weights(shares: Sequence[Share]) -> list[Fraction]:
-    """Returns the exact weights; every double is a fraction."""
+    """Return the exact weights; every double is a fraction."""
     return [Fraction(share.weight) for share in shares]
 
 
@@ -479,7 +479,7 @@ class Routing:
     limits: tuple[int, ...] = ()
 
     def choice(self, first: int, count: int) -> Choice | None:
-        """Returns the index of the target of each of `count` rows from row `first` of the split on: (count,).
+        """Return the index of the target of each of `count` rows from row `first` of the split on: (count,).
 
         None if all rows stay.
         """
@@ -492,7 +492,7 @@ class Routing:
         return choice
 
     def counts_of(self, first: int, count: int) -> list[int]:
-        """Returns how many of `count` rows from row `first` on each target has."""
+        """Return how many of `count` rows from row `first` on each target has."""
         if not self.seeds:
             return [count]
         counts = np.zeros(len(self.targets), np.int64)
@@ -504,12 +504,12 @@ class Routing:
 
 
 def held_out_count(row_count: int, fraction: float) -> int:
-    """Returns the nearest whole number, halves up, at least 1."""
+    """Return the nearest whole number, halve up, at least 1."""
     return max(1, math.floor(row_count * fraction + 0.5))
 
 
 def route(split: str, row_count: int, hold_outs: Sequence[HoldOut]) -> Routing:
-    """Divides `hold_outs`, in order, from an imported split of `row_count` rows.
+    """Divide `hold_outs`, in order, from an imported split of `row_count` rows.
 
     Each fraction is of the split as it was imported. A hold-out takes the remaining rows with the smallest hash of (its
     seed, the row's ordinal), instead of a random generator whose stream a new release may change. Memory stays bounded:
@@ -554,7 +554,7 @@ class _FreeRows:
         self._free = np.ones(row_count, np.bool_) if row_count <= REMEMBERED_ROWS else None
 
     def hashes(self, routing: Routing, seed: int) -> Iterator[Hashes]:
-        """Yields the hashes of the free rows, some at a time; `routing` has the hold-outs so far."""
+        """Yield the hashes of the free rows, some at a time; `routing` has the hold-outs so far."""
         for first, count in _chunks(0, self.row_count):
             hashes = ordinal_hashes(seed, count, first)
             if self._free is not None:
@@ -564,14 +564,14 @@ class _FreeRows:
                 yield hashes if choice is None else hashes[choice == 0]
 
     def take(self, seed: int, limit: int) -> None:
-        """Takes the rows whose hash is at most `limit`."""
+        """Take the rows whose hash is at most `limit`."""
         if self._free is not None:
             for first, count in _chunks(0, self.row_count):
                 self._free[first : first + count] &= ordinal_hashes(seed, count, first) > np.uint64(limit)
 
 
 def _smallest(free: _FreeRows, routing: Routing, seed: int, wanted: int) -> int:
-    """Returns the hash at place `wanted`, from 1 on, among the ascending hashes of the free rows.
+    """Return the hash at place `wanted`, from 1 on, among the ascending hashes of the free rows.
 
     Counts the hashes by their high bits first, and then looks only at those that share the wanted one's.
     """
@@ -590,13 +590,13 @@ def _high_bits(hashes: Hashes) -> npt.NDArray[np.int64]:
 
 
 def _chunks(first: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, count) of consecutive runs of at most `CHUNK_ROWS` rows."""
+    """Yield (first, count) of consecutive runs of at most `CHUNK_ROWS` rows."""
     for begin in range(first, first + count, CHUNK_ROWS):
         yield begin, min(CHUNK_ROWS, first + count - begin)
 
 
 def lay_out(routings: Iterable[Routing], order: Sequence[str]) -> list[SplitRange]:
-    """Assigns contiguous row ids: the imported splits in order, then the hold-outs in theirs.
+    """Assign contiguous row ids: the imported splits in order, then the hold-outs in theirs.
 
     `order` names all of them. Raises `EmptySplit` for a split without rows.
     """
@@ -614,7 +614,7 @@ def lay_out(routings: Iterable[Routing], order: Sequence[str]) -> list[SplitRang
 
 
 def ordinal_hashes(seed: int, row_count: int, first: int = 0) -> Hashes:
-    """Returns SplitMix64 (Steele, Lea and Flood 2014) of the ordinals from `first` on, in the stream of the seed.
+    """Return SplitMix64 (Steele, Lea and Flood 2014) of the ordinals from `first` on, in the stream of the seed.
 
     Overflow is intended.
     """

@@ -91,7 +91,7 @@ _KINDS = {HashSplit: "hash", ColumnSplit: "column", TimeSplit: "time", RatioSpli
 
 
 def check(spec: TransformSpec) -> None:
-    """Raises `InvalidArgument` naming every field that is invalid regardless of the source."""
+    """Raise `InvalidArgument` naming every field that is invalid regardless of the source."""
     problems = list(_problems(spec))
     if problems:
         raise invalid_fields(problems)
@@ -127,7 +127,7 @@ def _problems(spec: TransformSpec) -> Iterator[Problem]:
 
 
 def repeated_problems(field: str, columns: Sequence[str]) -> Iterator[Problem]:
-    """Yields the problems of a list that must name each column once."""
+    """Yield the problems of a list that must name each column once."""
     if len(columns) > MAX_COLUMNS:
         yield field, len(columns), f"name at most {MAX_COLUMNS}"
         return
@@ -266,7 +266,7 @@ class PredictSpec:
 
 
 def check_prediction(spec: PredictSpec) -> None:
-    """Raises `InvalidArgument` naming every field that is invalid regardless of the resources it names."""
+    """Raise `InvalidArgument` naming every field that is invalid regardless of the resources it names."""
     problems = list(_prediction_problems(spec))
     if problems:
         raise invalid_fields(problems)

@@ -44,7 +44,7 @@ def open_sources(
     partitioning: str = "hive",
     run_units: UnitRunner | None = None,
 ) -> list[OpenSource]:
-    """Opens one row source for each file (pair, image folder), in order.
+    """Open one row source for each file (pair, image folder), in order.
 
     Types are inferred over all files of a source. `partitioning` is one of `PARTITIONINGS`. `column_types` are in the
     order of the request.
@@ -152,7 +152,7 @@ class HivePartitions:
                 raise invalid_field(place, str(field.type), f"{refused}; use another") from None
 
     def added_to(self, sources: Iterator[RowSource]) -> Iterator[RowSource]:
-        """Yields the sources, one for each file in order, with the partition columns appended.
+        """Yield the sources, one for each file in order, with the partition columns appended.
 
         Raises `InvalidArgument` if a file has a column of such a name.
         """
@@ -214,7 +214,7 @@ class _PartitionedRows:
 
 
 def _texts_of(file: SourceFile) -> dict[str, str | None]:
-    """Returns the text of each partition column's value, in the order of the path; None for null."""
+    """Return the text of each partition column's value, in the order of the path; None for null."""
     found: dict[str, str | None] = {}
     for folder in file.relative.split("/")[:-1]:
         name, equals, value = folder.partition("=")

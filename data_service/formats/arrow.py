@@ -57,7 +57,7 @@ class ArrowRows:
         self._chunk_rows = interface.MAX_CHUNK_ROWS if width is None else max(interface.CHUNK_BYTES // max(width, 1), 1)
 
     def parts(self) -> Sequence[RowSource]:
-        """Divides a large file into runs of record batches; a stream is one part.
+        """Divide a large file into runs of record batches; a stream is one part.
 
         An upload is verified first, as a whole. Raises `InvalidArgument` if the file claims more rows than are read.
         """
@@ -92,7 +92,7 @@ class ArrowRows:
                     yield columns.table(piece, bad)
 
     def _batches(self, reader: pa.RecordBatchReader, stream: ArrowStream) -> Iterator[pa.RecordBatch]:
-        """Yields the record batches, with checks of what they claim, and then checks how the file ends."""
+        """Yield the record batches, with checks of what they claim, and then check how the file ends."""
         if self._part is not None:
             stream.seek(self._part.begin)
         batch_count = row_count = 0
@@ -135,7 +135,7 @@ class RowClaimError(ValueError):
 
 
 def _sum_of_rows(row_count: int, of_batch: int) -> int:
-    """Adds the rows of the next record batch. The rows of all files are added in 64 bits before they are read."""
+    """Add the rows of the next record batch. The rows of all files are added in 64 bits before they are read."""
     if not 0 <= of_batch <= MAX_BATCH_ROWS:
         raise RowClaimError(
             f"a record batch claims to have {of_batch} rows; write record batches of at most {MAX_BATCH_ROWS} rows"
@@ -149,7 +149,7 @@ def _sum_of_rows(row_count: int, of_batch: int) -> int:
 
 
 def _take_bytes(arrow_type: pa.DataType) -> bool:
-    """Returns whether values take bytes: all do, except nulls of no other type."""
+    """Return whether values take bytes: all do, except nulls of no other type."""
     if isinstance(arrow_type, pa.BaseExtensionType):
         return _take_bytes(arrow_type.storage_type)
     if kinds.is_fixed_size_list(arrow_type):
@@ -158,7 +158,7 @@ def _take_bytes(arrow_type: pa.DataType) -> bool:
 
 
 def _needs_a_look(arrow_type: pa.DataType) -> bool:
-    """Returns whether values can be malformed: offsets, indices, UTF-8, decimals, times of day."""
+    """Return whether values can be malformed: offsets, indices, UTF-8, decimals, times of day."""
     if isinstance(arrow_type, pa.BaseExtensionType):
         return _needs_a_look(arrow_type.storage_type)
     if kinds.is_fixed_size_list(arrow_type):
@@ -193,7 +193,7 @@ class ArrowStream:
         self._has_ended = False
 
     def read(self, size: int = -1) -> bytes:
-        """Returns `size` bytes, fewer at the end."""
+        """Return `size` bytes, fewer at the end."""
         data = self._rest
         if len(data) < size:
             # Arrow reads the prefix and the length of a message one after the other, and each read may be a request.
@@ -203,12 +203,12 @@ class ArrowStream:
         return data[:size] if self._rest else data
 
     def seek(self, position: int) -> None:
-        """Goes on at this byte of the file."""
+        """Go on at this byte of the file."""
         self._opened.seek(position)
         self._rest = b""
 
     def check_end(self, batch_count: int) -> None:
-        """Checks the end marker, and what follows it. Reads up to the very end. Raises `ArrowDamage`.
+        """Check the end marker, and what follows it. Reads up to the very end. Raises `ArrowDamage`.
 
         Arrow's reader takes a stream without its end marker for a whole one, though it was cut off behind a message.
         """
@@ -230,7 +230,7 @@ class ArrowStream:
 
 
 def check_footer(rest: bytes, batch_count: int) -> None:
-    """Checks the rest of a file, which is behind its end marker. Raises `ArrowDamage`."""
+    """Check the rest of a file, which is behind its end marker. Raises `ArrowDamage`."""
     try:
         # Arrow finds a footer from the end on.
         claimed = pa.ipc.open_file(FILE_MAGIC + bytes(2) + rest).num_record_batches
@@ -241,7 +241,7 @@ def check_footer(rest: bytes, batch_count: int) -> None:
 
 
 def _read_pieces(opened: BinaryIO, size: int) -> bytes:
-    """Reads `size` bytes, or fewer at the end. Memory grows with the bytes read, not with a message's claim."""
+    """Read `size` bytes, or fewer at the end. Memory grows with the bytes read, not with a message's claim."""
     first = opened.read(min(size, PIECE_BYTES))
     if len(first) == size or not first:
         return first
@@ -287,7 +287,7 @@ class _Message:
 
 
 def _parts(opened: BinaryIO, on_read: Callable[[], None]) -> list[_Part]:
-    """Divides a file by its messages. Returns nothing for a stream, and for a file that has dictionaries.
+    """Divide a file by its messages. Return nothing for a stream, and for a file that has dictionaries.
 
     Record batches may need a dictionary that is far away. Raises `ArrowDamage` and `RowClaimError`.
     """
@@ -320,7 +320,7 @@ def _part_of(messages: Sequence[_Message], first_row: int) -> _Part:
 
 
 def _messages(opened: BinaryIO) -> Iterator[_Message]:
-    """Yields the messages of a file up to its end marker, and leaves it there. Raises `ArrowDamage`."""
+    """Yield the messages of a file up to its end marker, and leave it there. Raises `ArrowDamage`."""
     position, metadata_bytes = len(FILE_MAGIC) + 2, MESSAGE_BYTES
     opened.seek(0, 2)
     file_bytes = opened.tell()
@@ -349,7 +349,7 @@ def _messages(opened: BinaryIO) -> Iterator[_Message]:
 
 
 def _message(metadata: bytes, begin: int) -> _Message:
-    """Reads a `Message`, of whose fields the type of the header, the header and the size of the body are needed."""
+    """Read a `Message`, of whose fields the type of the header, the header and the size of the body are needed."""
     table = _number("<I", metadata, 0)
     kind, header, body_bytes = (_field(metadata, table, field) for field in (1, 2, 3))
     size_bytes = 8 + len(metadata) + (0 if body_bytes is None else _number("<q", metadata, body_bytes))
@@ -360,7 +360,7 @@ def _message(metadata: bytes, begin: int) -> _Message:
 
 
 def _field(data: bytes, table: int, field: int) -> int | None:
-    """Returns where a field of a flatbuffers table is; None if the table lacks it."""
+    """Return where a field of a flatbuffers table is; None if the table lacks it."""
     fields = table - _number("<i", data, table)
     slot = 4 + 2 * field
     offset = _number("<H", data, fields + slot) if slot + 2 <= _number("<H", data, fields) else 0

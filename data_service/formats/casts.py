@@ -34,7 +34,7 @@ SAFE_DIGITS, WRITTEN_DIGITS = 15, 17
 
 
 def from_text(texts: pa.Array, target: pa.DataType) -> pa.Array:
-    """Parses a string array as `target`; nulls stay null.
+    """Parse a string array as `target`; nulls stay null.
 
     A float is the nearest to the text's digits. Raises `pa.ArrowInvalid` if a text does not fit, for example a number
     beyond the float's range or a whole number that even a double would change, and `pa.ArrowNotImplementedError` if no
@@ -59,7 +59,7 @@ class InferredType:
         self._any_text = False
 
     def update(self, texts: pa.Array) -> None:
-        """Adds a string array; nulls fit every type."""
+        """Add a string array; nulls fit every type."""
         if not self._possible:
             return
         present = texts.drop_null()
@@ -78,7 +78,7 @@ class InferredType:
             self._possible = [one for one in tried if self._fits(present, one)]
 
     def merge(self, other: InferredType) -> None:
-        """Adds the texts of other rows: a type is possible if it is in both."""
+        """Add the texts of other rows: a type is possible if it is in both."""
         if self._any_text and other._any_text:
             self._possible = [one for one in self._possible if one in other._possible]
         elif other._any_text:
@@ -103,7 +103,7 @@ class InferredType:
 
 
 def _integers(texts: pa.Array) -> pa.Array | None:
-    """Parses the texts as int64; None if one is no integer."""
+    """Parse the texts as int64; None if one is no integer."""
     try:
         values = texts.cast(pa.int64())
     except pa.ArrowInvalid:
@@ -118,7 +118,7 @@ def _integers(texts: pa.Array) -> pa.Array | None:
 
 
 def _has_digits_of_text(texts: pa.Array) -> bool:
-    """Returns whether a text has a zero before a digit, or is a whole number with a plus.
+    """Return whether a text has a zero before a digit, or is a whole number with a plus.
 
     A number would not reproduce such a text. The texts are not null. Texts that are no numbers may match, too, which
     does no harm.
@@ -161,7 +161,7 @@ def _fit_doubles(texts: pa.Array) -> bool:
 
 
 def _long_fractions(texts: pa.Array, values: pa.Array) -> pa.Array:
-    """Returns the texts, all of them numbers, whose digits a double may not reproduce.
+    """Return the texts, all of them numbers, whose digits a double may not reproduce.
 
     For fractions beyond 2**53 a double guarantees only 15 digits; such fractions are rare.
     """
@@ -182,14 +182,14 @@ def _long_fractions(texts: pa.Array, values: pa.Array) -> pa.Array:
 
 
 def _gives_back(text: str) -> bool:
-    """Returns whether the nearest double, written with as many digits, equals the text's number."""
+    """Return whether the nearest double, written with as many digits, equals the text's number."""
     number = Decimal(text)
     digits = len(number.normalize(Context(prec=MAX_PREC)).as_tuple().digits)
     return Decimal(f"{float(text):.{digits - 1}e}") == number
 
 
 def _floats(texts: pa.Array, target: pa.DataType) -> pa.Array:
-    """Parses floats.
+    """Parse floats.
 
     Raises `pa.ArrowInvalid` if digits became infinity, or if a double would change a whole number.
     """
@@ -211,7 +211,7 @@ def _whole(digits: str) -> int:
 
 
 def _large_wholes(texts: pa.Array, values: pa.Array) -> pa.Array:
-    """Returns the texts of digits alone whose values a double may have changed."""
+    """Return the texts of digits alone whose values a double may have changed."""
     large = pc.greater_equal(pc.abs(values), float(EXACT_IN_DOUBLE))
     if not pc.any(large).as_py():
         return texts.slice(0, 0)
@@ -231,7 +231,7 @@ class CastRefused(ValueError):
 
 
 def cast_rows(values: pa.Array, cast: Cast) -> tuple[pa.Array, Fits]:
-    """Returns `cast(values)`, with null and False for rows for which it raises.
+    """Return `cast(values)`, with null and False for rows for which it raises.
 
     Bad rows are found by halving, so that good rows stay fast.
     """
@@ -248,7 +248,7 @@ def cast_rows(values: pa.Array, cast: Cast) -> tuple[pa.Array, Fits]:
 
 
 def cast_between(data_type: pa.DataType, wanted: pa.DataType) -> Cast | None:
-    """Returns the cast from one logical type to another; None if they are equal.
+    """Return the cast from one logical type to another; None if they are equal.
 
     Raises `CastRefused`.
     """
@@ -265,7 +265,7 @@ def cast_between(data_type: pa.DataType, wanted: pa.DataType) -> Cast | None:
 
 
 def misfit(value: str, data_type: pa.DataType) -> str:
-    """Returns the reason for a bad row whose `value` does not fit."""
+    """Return the reason for a bad row whose `value` does not fit."""
     return f"{value} does not fit {data_type}{zone_hint(data_type)}"
 
 
@@ -307,7 +307,7 @@ def _tensor_cast(data_type: pa.DataType, wanted: pa.DataType) -> Cast:
 
 
 def _checked(given: pa.Array, cast: pa.Array) -> pa.Array:
-    """Checks a cast for errors that Arrow ignores.
+    """Check a cast for errors that Arrow ignores.
 
     These are a finite number that became infinite in a narrower float, and seconds beyond the range of a version's
     files.
@@ -321,7 +321,7 @@ def _checked(given: pa.Array, cast: pa.Array) -> pa.Array:
 
 
 def rows_without_nulls(lists: pa.FixedSizeListArray) -> tuple[pa.Array, Fits]:
-    """Returns the lists' values as one array, and which lists are valid.
+    """Return the lists' values as one array, and which lists are valid.
 
     A valid list is not null and has no null; the values of others are zeros.
     """

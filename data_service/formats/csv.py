@@ -54,7 +54,7 @@ def open_csv(
     overrides: Overrides,
     run_units: UnitRunner | None = None,
 ) -> list[RowSource]:
-    """Opens one source for each file.
+    """Open one source for each file.
 
     Reads all files once to infer types, unless every column's type is given; large ones by `run_units`. Raises
     `InvalidArgument` if a file has no usable column names, or others than the first file.
@@ -102,7 +102,7 @@ class _Dialect:
 
     @contextmanager
     def reader(self, file: SourceFile, part: TextPart | None = None) -> Iterator[CsvReader]:
-        """Opens the records after the names; of a part its own."""
+        """Open the records after the names; of a part its own."""
         with self._opened(file, part) as reader:
             if not self._names and (part is None or part.is_first):
                 reader.header()
@@ -236,7 +236,7 @@ class _CsvRows:
 
 
 def _texts(columns: Sequence[pa.Array]) -> tuple[list[pa.Array], Fits]:
-    """Returns binary columns as strings, and which rows are UTF-8 in all of them."""
+    """Return binary columns as strings, and which rows are UTF-8 in all of them."""
     cast = [cast_rows(column, lambda values: values.cast(pa.string())) for column in columns]
     misfits = [fits for _, fits in cast if fits is not None]
     return [texts for texts, _ in cast], (np.logical_and.reduce(misfits) if misfits else None)
@@ -367,7 +367,7 @@ class CsvReader:
         self._nulls = frozenset(value.encode() for value in self._null_values)
 
     def header(self) -> list[str] | None:
-        """Returns the fields of the first record; None if the file has none.
+        """Return the fields of the first record; None if the file has none.
 
         Undecodable bytes become lone surrogates. Raises `CsvHeaderError`.
         """
@@ -381,7 +381,7 @@ class CsvReader:
         return None
 
     def records(self, width: int) -> Iterator[Records]:
-        """Yields all following records, which must have `width` fields each."""
+        """Yield all following records, which must have `width` fields each."""
         while (block := self._next_own()) is not None:
             if block.too_long:
                 reason = f"a line has more than {interface.MAX_LINE_BYTES} bytes"
@@ -392,7 +392,7 @@ class CsvReader:
                 yield self._irregular(block, width)
 
     def row_counts(self, width: int) -> Iterator[int]:
-        """Yields how many records each block has, as `records` does, but without their values.
+        """Yield how many records each block has, as `records` does, but without their values.
 
         Where all quotes stand as they should, the records are found by the parity of the quotes before a line's end.
         """
@@ -406,7 +406,7 @@ class CsvReader:
                 yield sum(isinstance(one, _Record) and len(one.fields) == width for one in found)
 
     def skip_blocks(self) -> Iterator[int]:
-        """Goes past the records of each block, as `records` does; yields 0 for each block, since it counts no rows."""
+        """Go past the records of each block, as `records` does; yield 0 for each block, since it counts no rows."""
         while (block := self._next_own()) is not None:
             # Without a quote each line is a record, so all records end with the block.
             if not block.too_long and b'"' in block.data and not _is_regular(block.data, self._delimiter):
@@ -415,7 +415,7 @@ class CsvReader:
             yield 0
 
     def pass_place(self, cutter: PartCutter) -> None:
-        """Offers the place before the next record for a cut; call it only between two blocks of records."""
+        """Offer the place before the next record for a cut; call it only between two blocks of records."""
         if self.can_be_divided and (block := self._take()) is not None:
             self._pushed_back.appendleft(block)
             cutter.pass_place(_CsvPlace(block.file_byte, block.first_line, block.first_byte, self._open_quote))
@@ -424,14 +424,14 @@ class CsvReader:
         return self._pushed_back.popleft() if self._pushed_back else next(self._blocks, None)
 
     def _next_own(self) -> LineBlock | None:
-        """Takes the next block, unless it lies behind the part."""
+        """Take the next block, unless it lies behind the part."""
         block = self._take()
         if block is not None and self._end is not None and block.file_byte >= self._end:
             return None
         return block
 
     def _regular(self, block: LineBlock, ends: NDArray[np.int64], width: int) -> Records:
-        """Parses a block whose records end before the positions `ends`.
+        """Parse a block whose records end before the positions `ends`.
 
         Records are checked by counting delimiters before they are split.
         """
@@ -472,7 +472,7 @@ class CsvReader:
         )
 
     def _shown(self, record: bytes) -> bytes:
-        """Returns the fields of a record, without their quotes."""
+        """Return the fields of a record, without their quotes."""
         if b'"' not in record:
             return _beginning(record)
         text = io.StringIO(record.decode("utf-8", "surrogateescape"), newline="")
@@ -506,7 +506,7 @@ class CsvReader:
         return self._delimiter.encode().join(row)
 
     def _rows(self, block: LineBlock, most: int | None = None) -> Iterator[_Record | BadRecord]:
-        """Yields the records that begin in `block`, at most `most` of them.
+        """Yield the records that begin in `block`, at most `most` of them.
 
         The last one may continue in the following blocks. Unread lines are pushed back.
         """
@@ -529,7 +529,7 @@ class CsvReader:
         self._pushed_back.extendleft(reversed(lines.left()))
 
     def _reason(self, error: Exception, lines: _Lines) -> str:
-        """Returns why the record that was read last is bad.
+        """Return why the record that was read last is bad.
 
         Remembers what the failure implies for the lines after its first one.
         """
@@ -546,7 +546,7 @@ class CsvReader:
         return self._open_quote.reason
 
     def _followed(self, lines: _Lines) -> _OpenQuote:
-        """Follows the quote that is still open where a record reached its length limit.
+        """Follow the quote that is still open where a record reached its length limit.
 
         Records that begin on later lines reach farther, so the quote is followed as far as any of them may reach.
         """
@@ -567,7 +567,7 @@ class CsvReader:
 
 
 def _record_ends(data: bytes, delimiter: str) -> NDArray[np.int64] | None:
-    """Returns the positions after the records of a block; the last one may lack its line end.
+    """Return the positions after the records of a block; the last one may lack its line end.
 
     None unless lines end with LF or CR LF, each quote begins or ends a field or is doubled within one, and no field is
     open at the end of the block.
@@ -583,7 +583,7 @@ def _record_ends(data: bytes, delimiter: str) -> NDArray[np.int64] | None:
 
 
 def _is_regular(data: bytes, delimiter: str) -> bool:
-    """Returns whether `_record_ends` finds the records of the block."""
+    """Return whether `_record_ends` finds the records of the block."""
     if data.count(b"\r") != data.count(b"\r\n"):
         return False
     if b'"' not in data:
@@ -593,7 +593,7 @@ def _is_regular(data: bytes, delimiter: str) -> bool:
 
 
 def _are_filled(data: bytes, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns which of the records that end there are not just an empty line."""
+    """Return which of the records that end there are not just an empty line."""
     codes = np.frombuffer(data, np.uint8)
     lengths = np.diff(ends, prepend=0)
     line_ends = (codes[ends - 1] == 10).astype(np.int64)
@@ -603,13 +603,13 @@ def _are_filled(data: bytes, ends: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def _are_outside(codes: NDArray[np.uint8], positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Returns which positions lie outside of quoted fields."""
+    """Return which positions lie outside of quoted fields."""
     outside: NDArray[np.bool_] = np.searchsorted(np.flatnonzero(codes == 34), positions) % 2 == 0
     return outside
 
 
 def _are_regular(codes: NDArray[np.uint8], quotes: NDArray[np.intp], delimiter: str) -> bool:
-    """Returns whether quotes 0, 2, … begin fields or follow a quote, and quotes 1, 3, … end fields or precede one."""
+    """Return whether quotes 0, 2, … begin fields or follow a quote, and quotes 1, 3, … end fields or precede one."""
     if len(quotes) % 2:
         return False
     is_edge = np.zeros(256, np.bool_)
@@ -623,7 +623,7 @@ def _are_regular(codes: NDArray[np.uint8], quotes: NDArray[np.intp], delimiter: 
 
 
 def _failed(lines: _Lines) -> _OpenQuote:
-    """Returns the fate of a quote that is open before the line at which the reader failed: it fails there, too."""
+    """Return the fate of a quote that is open before the line at which the reader failed: it fails there, too."""
     if lines.ended:
         return _OpenQuote(math.inf, NEVER_CLOSED)
     return _OpenQuote(lines.number - 1, CLOSED_WITHIN_TEXT)
@@ -671,7 +671,7 @@ class _Lines:
         return self._own[self._first_at]
 
     def begin_record(self, open_quote: _OpenQuote | None) -> None:
-        """Begins a record at the next line, which belongs to the block itself.
+        """Begin a record at the next line, which belongs to the block itself.
 
         `open_quote`: the known fate of a quote that is open on later lines.
         """
@@ -679,17 +679,17 @@ class _Lines:
         self._bound_begin, self.line_count, self._open_quote = self.byte, 0, open_quote
 
     def begin_bound(self) -> None:
-        """Counts a record's maximum length from here on."""
+        """Count a record's maximum length from here on."""
         self._bound_begin, self.line_count, self._open_quote = self.byte, 0, None
 
     def go_back_to_second_line(self) -> None:
-        """Goes back to the line after the record's first."""
+        """Go back to the line after the record's first."""
         self.number, self.byte = self.record_number + 1, self._first_byte + len(self.first_line)
         self._lines, self._block_index, self._at = self._own, 0, self._first_at + 1
         self.ended = False
 
     def left(self) -> list[LineBlock]:
-        """Returns all unread lines."""
+        """Return all unread lines."""
         rest = b"".join(self._lines[self._at :])
         ahead = self._blocks[self._block_index + 1 :]
         block = self._blocks[self._block_index]
@@ -697,7 +697,7 @@ class _Lines:
         return [LineBlock(rest, self.number, self.byte, file_byte=file_byte), *ahead] if rest else ahead
 
     def texts(self, opened_by: str) -> Iterator[str]:
-        """Yields the lines for the csv module; `opened_by` precedes the first."""
+        """Yield the lines for the csv module; `opened_by` precedes the first."""
         while self._at < len(self._lines) or self._has_next_block():
             if self.line_count:
                 self._raise_if_known_to_fail()
@@ -713,7 +713,7 @@ class _Lines:
         self.ended = True
 
     def _raise_if_known_to_fail(self) -> None:
-        """Raises `_NotClosed` if a field that is open at the next line is known to fail."""
+        """Raise `_NotClosed` if a field that is open at the next line is known to fail."""
         known = self._open_quote
         if known is None or self.number > known.last_line:
             return

@@ -58,12 +58,12 @@ class IdxHeader:
         return self.position(self.row_count)
 
     def position(self, row: int) -> int:
-        """Returns the position of a row in the file."""
+        """Return the position of a row in the file."""
         return 4 + 4 * (1 + len(self.row_shape)) + row * self.row_bytes
 
 
 def read_header(stream: BinaryIO) -> IdxHeader:
-    """Reads and checks a header; raises `IdxError`."""
+    """Read and check a header; raise `IdxError`."""
     magic = _read_exactly(stream, 4)
     if len(magic) < 4:
         raise IdxError(f"it ends after {len(magic)} bytes, within its magic number")
@@ -87,7 +87,7 @@ def read_header(stream: BinaryIO) -> IdxHeader:
 def read_rows(
     stream: BinaryIO, header: IdxHeader, rows_per_chunk: int, rows: range | None = None
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """Yields the rows from the stream's position on as native (N, *row_shape) arrays, `rows_per_chunk` at a time.
+    """Yield the rows from the stream's position on as native (N, *row_shape) arrays, `rows_per_chunk` at a time.
 
     They are all rows of the file, or `rows`. Raises `IdxError` if the bytes end too early or continue after the last
     row of the file.
@@ -111,7 +111,7 @@ def rows_per_chunk(header: IdxHeader, chunk_bytes: int) -> int:
 
 
 def _read_exactly(stream: BinaryIO, size: int) -> bytes:
-    """Reads `size` bytes, or fewer at the end; a stream may return fewer at a time."""
+    """Read `size` bytes, or fewer at the end; a stream may return fewer at a time."""
     pieces = []
     while size > 0 and (piece := stream.read(size)):
         pieces.append(piece)
@@ -144,7 +144,7 @@ class IdxPair:
         )
 
     def parts(self) -> Sequence[RowSource]:
-        """Divides the pair into ranges of images, unless one of the files is compressed.
+        """Divide the pair into ranges of images, unless one of the files is compressed.
 
         Uploads are verified first, as a whole. A header that claims other rows than its file has is never divided:
         reading the whole finds the error.
@@ -199,7 +199,7 @@ class IdxPair:
 
 
 def _fits(file: SourceFile, header: IdxHeader) -> bool:
-    """Returns whether the file, once it is whole, has the size that its header claims."""
+    """Return whether the file, once it is whole, has the size that its header claims."""
     file.wait_until_whole()
     with closing(file.open()) as opened, blaming(file, "IDX"):
         opened.seek(0, 2)
@@ -209,7 +209,7 @@ def _fits(file: SourceFile, header: IdxHeader) -> bool:
 def _read(
     file: SourceFile, header: IdxHeader, rows_at_once: int, rows: range | None
 ) -> Generator[np.ndarray[Any, Any], None, None]:
-    """Yields all rows, or `rows`, after a header that must still be the checked one."""
+    """Yield all rows, or `rows`, after a header that must still be the checked one."""
     with blaming(file, "IDX"), content(file) as stream:
         if read_header(stream) != header:
             raise file.corrupt("it changed while it was read")

@@ -64,7 +64,7 @@ class TarMember:
     _stream: _Content
 
     def read(self) -> bytes:
-        """Returns the whole content; may be called once.
+        """Return the whole content; may be called once.
 
         Raises `TarError` if the archive ends within it.
         """
@@ -72,7 +72,7 @@ class TarMember:
 
 
 def members(archive: BinaryIO, begin: int = 0, end: int | None = None) -> Iterator[TarMember]:
-    """Yields every regular file, in order, up to the very end of the stream.
+    """Yield every regular file, in order, up to the very end of the stream.
 
     The stream begins at byte `begin` of the archive, with the headers of a member. With `end`, only the members whose
     headers begin before this byte are read. Raises `TarError`.
@@ -164,7 +164,7 @@ def _size_of(header: bytes, extended: dict[str, str]) -> int:
 
 
 def _sum_fits(header: bytes) -> bool:
-    """Returns whether the header's checksum is right; some old writers summed signed bytes."""
+    """Return whether the header's checksum is right; some old writers summed signed bytes."""
     rest = header[:148] + b" " * 8 + header[156:]
     signed = sum(byte - 256 if byte > 127 else byte for byte in rest)
     try:
@@ -187,7 +187,7 @@ def _number(field: bytes) -> int:
 
 
 def _extended(stream: _Counted, kind: bytes, size: int) -> dict[str, str]:
-    """Reads an extended header: a member's name, its size, whether it is sparse."""
+    """Read an extended header: a member's name, its size, whether it is sparse."""
     most = MAX_NAME_BYTES if kind in (_LONG_NAME, _LONG_LINK) else MAX_PAX_BYTES
     if size > most:
         raise TarError(f"an extended header has {size} bytes; at most {most} are read")
@@ -208,7 +208,7 @@ def _extended(stream: _Counted, kind: bytes, size: int) -> dict[str, str]:
 
 
 def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
-    """Parses records `length key=value\\n`, where the length includes itself."""
+    """Parse records `length key=value\\n`, where the length includes itself."""
     at = 0
     while at < len(data):
         space = data.find(b" ", at, at + 8)
@@ -261,7 +261,7 @@ def _check_kind(kind: bytes, name: str, extended: dict[str, str]) -> None:
 
 
 def _some(stream: _Counted, size: int) -> bytes:
-    """Reads `size` bytes, or fewer at the end.
+    """Read `size` bytes, or fewer at the end.
 
     Memory grows with the bytes read, not with the size that the archive claims.
     """
@@ -299,7 +299,7 @@ def is_image_name(name: str) -> bool:
 
 
 def problem_of(data: bytes) -> str | None:
-    """Returns why `decode_image` would refuse these bytes; None if it would not.
+    """Return why `decode_image` would refuse these bytes; None if it would not.
 
     Only the first frame of an animation or page of a TIFF is checked: no other is ever used.
     """
@@ -324,7 +324,7 @@ class ClassNames:
         self._labels: dict[str, int] = {}
 
     def add(self, names: Iterable[str]) -> None:
-        """Adds class names; raises `InvalidArgument` for more than `MAX_CLASSES`."""
+        """Add class names; raise `InvalidArgument` for more than `MAX_CLASSES`."""
         self._names.update(names)
         self._sorted = None
         if len(self._names) > MAX_CLASSES:
@@ -343,7 +343,7 @@ class ClassNames:
         return self._sorted
 
     def label(self, name: str) -> int:
-        """Returns the label of a class; call it only once all sources are open.
+        """Return the label of a class; call it only once all sources are open.
 
         Another class would change the labels.
         """
@@ -368,7 +368,7 @@ class ImageBatch:
         self._bytes += len(data)
 
     def taken(self) -> pa.Table | None:
-        """Returns the rows so far and forgets them; None if there are none."""
+        """Return the rows so far and forget them; None if there are none."""
         if not self._rows:
             return None
         columns = zip(*self._rows, strict=True)
@@ -394,7 +394,7 @@ class ImageFolder:
     schema = SCHEMA
 
     def __init__(self, files: Sequence[SourceFile], classes: ClassNames) -> None:
-        """Raises `InvalidArgument` if no file is an image, or a name is no UTF-8."""
+        """Raise `InvalidArgument` if no file is an image, or a name is no UTF-8."""
         self._set_images([file for file in files if is_image_name(file.relative)])
         if not self._images:
             raise files[0].corrupt("its folder has no image in a folder of a class")
@@ -414,7 +414,7 @@ class ImageFolder:
         return self._classes.names
 
     def parts(self) -> Sequence[RowSource]:
-        """Divides the images into batches."""
+        """Divide the images into batches."""
         batches: list[list[SourceFile]] = [[]]
         size_bytes = 0
         for file in self._images:
@@ -466,7 +466,7 @@ class ImageTar:
     schema = SCHEMA
 
     def __init__(self, file: SourceFile, classes: ClassNames) -> None:
-        """Raises `InvalidArgument` for a damaged archive, or one without an image."""
+        """Raise `InvalidArgument` for a damaged archive, or one without an image."""
         self._file = file
         self._classes = classes
         self._part: _TarPart | None = None
@@ -493,7 +493,7 @@ class ImageTar:
         return self._classes.names
 
     def parts(self) -> Sequence[RowSource]:
-        """Divides the archive between members, unless it is compressed."""
+        """Divide the archive between members, unless it is compressed."""
         return [self._only(part) for part in self._parts] if len(self._parts) > 1 else [self]
 
     def _only(self, part: _TarPart) -> ImageTar:
@@ -547,14 +547,14 @@ class _TarCutter:
         self.image_count = self.bytes_passed = 0
 
     def pass_member(self, member: TarMember) -> None:
-        """Cuts before this image if the part that ends there is large enough."""
+        """Cut before this image if the part that ends there is large enough."""
         self.bytes_passed = member.begin + member.size_bytes
         if member.begin - self._begin >= interface.PART_BYTES or self._images >= PART_IMAGES:
             self._parts.append(_TarPart(self._begin, member.begin, self._row_count))
             self._begin, self._row_count, self._images = member.begin, 0, 0
 
     def add(self, *, is_row: bool) -> None:
-        """Counts an image, which is a row if it lies in the folder of a class."""
+        """Count an image, which is a row if it lies in the folder of a class."""
         self.image_count += 1
         self._images += 1
         self._row_count += is_row

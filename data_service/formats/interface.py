@@ -55,7 +55,7 @@ class IdxError(ValueError):
 
 
 def decompressed(stream: BinaryIO) -> BinaryIO:
-    """Returns `stream`, or its decompressed content if it is gzip.
+    """Return `stream`, or its decompressed content if it is gzip.
 
     Use only `read(size)` of the result; it may return fewer bytes, and none only at the end.
     """
@@ -114,7 +114,7 @@ class _Gunzip:
 
 @contextmanager
 def content(file: SourceFile, begin: int = 0) -> Iterator[BinaryIO]:
-    """Opens the file's bytes, decompressed if they are gzip; with `begin`, the stored bytes from that one on.
+    """Open the file's bytes, decompressed if they are gzip; with `begin`, the stored bytes from that one on.
 
     Use only `read(size)` of the result.
     """
@@ -127,7 +127,7 @@ def content(file: SourceFile, begin: int = 0) -> Iterator[BinaryIO]:
 
 
 def is_compressed(stream: BinaryIO) -> bool:
-    """Returns whether the bytes of `content` are decompressed ones."""
+    """Return whether the bytes of `content` are decompressed ones."""
     return isinstance(cast(_Watched, stream).stream, _Gunzip)
 
 
@@ -148,7 +148,7 @@ class _Watched:
 
 @contextmanager
 def blaming(file: SourceFile, kind: str) -> Iterator[None]:
-    """Turns a reader's errors about the bytes into errors that name the source; `kind` is the format."""
+    """Turn a reader's errors about the bytes into errors that name the source; `kind` is the format."""
     try:
         yield
     except (IdxError, DecompressionError) as error:
@@ -166,7 +166,7 @@ def blaming(file: SourceFile, kind: str) -> Iterator[None]:
 
 
 def is_text(arrow_type: pa.DataType) -> bool:
-    """Returns whether the values are strings or bytes of any length."""
+    """Return whether the values are strings or bytes of any length."""
     checks = (
         kinds.is_string,
         kinds.is_binary,
@@ -179,7 +179,7 @@ def is_text(arrow_type: pa.DataType) -> bool:
 
 
 def decoded_bytes(batch: pa.RecordBatch) -> int:
-    """Returns the bytes of the batch once every row has its own values.
+    """Return the bytes of the batch once every row has its own values.
 
     A text that several rows share counts for each of them.
     """
@@ -203,7 +203,7 @@ def _plain(column: pa.Array) -> pa.Array:
 
 
 def _text_lengths(texts: pa.Array) -> pa.Array:
-    """Returns the lengths in bytes; 0 for nulls."""
+    """Return the lengths in bytes; 0 for nulls."""
     if kinds.is_string_view(texts.type) or kinds.is_binary_view(texts.type):
         # The first four bytes of each 16-byte view are its length.
         views = np.frombuffer(texts.buffers()[1], np.int32)[texts.offset * 4 : (texts.offset + len(texts)) * 4 : 4]
@@ -230,7 +230,7 @@ class BadRowSink(Protocol):
     """Takes rows that do not fit their columns' types."""
 
     def add(self, source: str, place: str, reason: str, excerpt: str, rows: int = 1) -> None:
-        """Adds a bad row.
+        """Add a bad row.
 
         `source` is the file's URI, `place` the position in it: `line 17`, `lines 4 to 6`, `row 4`, `member
         train/ants/x.jpg`. `rows` is the number of rows there; for a text file, of lines.
@@ -262,14 +262,14 @@ class RowSource(Protocol):
         """The bytes to read, an estimate; 0 for an upload that still grows."""
 
     def parts(self) -> Sequence[RowSource]:
-        """Returns consecutive sources that yield the same rows, good and bad, as this one; at least one.
+        """Return consecutive sources that yield the same rows, good and bad, as this one; at least one.
 
         Each has the same schema, and names the places of bad rows in the whole file. The parts depend on the content
         alone. Call it only once all sources are open.
         """
 
     def tables(self, bad: BadRowSink) -> Iterator[pa.Table]:
-        """Yields all good rows in order, a bounded number at a time.
+        """Yield all good rows in order, a bounded number at a time.
 
         Bad rows go to the sink. May be called again. Raises `InvalidArgument` for a source that is damaged as a whole,
         `NotFound` and `Unavailable`.
@@ -289,7 +289,7 @@ class OpenSource:
 
 
 def excerpt_of(value: object) -> str:
-    """Returns the beginning of a bad row as text; undecodable bytes are escaped."""
+    """Return the beginning of a bad row as text; undecodable bytes are escaped."""
     if isinstance(value, (bytes, memoryview)):
         text = bytes(value[: 4 * EXCERPT_CHARACTERS]).decode("utf-8", "backslashreplace")
     else:
@@ -339,7 +339,7 @@ class LineBlock:
 
 
 def line_blocks(stream: BinaryIO, encoding: str, begin: TextPlace = TextPlace()) -> Iterator[LineBlock]:
-    """Yields the text in blocks, from `begin` on, where the stream begins.
+    """Yield the text in blocks, from `begin` on, where the stream begins.
 
     Lines end with LF, CR LF or CR. A byte-order mark is removed. Undecodable characters become bytes that are no UTF-8,
     so that their rows can be reported. Raises `TextError`.
@@ -377,7 +377,7 @@ def line_blocks(stream: BinaryIO, encoding: str, begin: TextPlace = TextPlace())
 
 
 def count_lines(data: bytes) -> int:
-    """Returns the number of lines, including a last one without an end."""
+    """Return the number of lines, including a last one without an end."""
     ends = data.count(b"\n")
     if b"\r" in data:
         ends += data.count(b"\r") - data.count(b"\r\n")
@@ -385,7 +385,7 @@ def count_lines(data: bytes) -> int:
 
 
 def split_lines(data: bytes) -> list[bytes]:
-    """Splits the text into lines with their ends."""
+    """Split the text into lines with their ends."""
     return data.splitlines(keepends=True)
 
 
@@ -395,7 +395,7 @@ def _with_end(pieces: Iterator[bytes]) -> Iterator[bytes | None]:
 
 
 def _end_of_lines(data: bytes) -> int:
-    """Returns the position after the last complete line.
+    """Return the position after the last complete line.
 
     A final CR may be followed by its LF, so it does not count.
     """
@@ -411,7 +411,7 @@ def _end_of_first_line(data: bytes) -> int:
 
 
 def _first_line_bytes(data: bytes) -> int:
-    """Returns the bytes of the first line, without its end."""
+    """Return the bytes of the first line, without its end."""
     return len(data[: _end_of_first_line(data)].rstrip(b"\r\n"))
 
 
@@ -440,7 +440,7 @@ def _utf8_pieces(stream: BinaryIO, encoding: str) -> Iterator[bytes]:
 
 
 def _codec(encoding: str, beginning: bytes) -> str:
-    """Returns Python's name of the encoding.
+    """Return Python's name of the encoding.
 
     If UTF-16 lacks its byte-order mark, the zero bytes of commas and line ends show the byte order.
     """
@@ -482,7 +482,7 @@ class OpenText:
 
 @contextmanager
 def opened_text(file: SourceFile, encoding: str, part: TextPart | None = None) -> Iterator[OpenText]:
-    """Opens the text; of a part from its beginning on.
+    """Open the text; of a part from its beginning on.
 
     A block ends at the part's end. The blocks after it are there for records that seem to go on.
     """
@@ -497,7 +497,7 @@ def opened_text(file: SourceFile, encoding: str, part: TextPart | None = None) -
 
 
 def _cut(blocks: Iterator[LineBlock], end: int) -> Iterator[LineBlock]:
-    """Divides the block in which a line begins at the file's byte `end`."""
+    """Divide the block in which a line begins at the file's byte `end`."""
     for block in blocks:
         size = end - block.file_byte
         if block.too_long or not 0 < size < len(block.data):
@@ -524,11 +524,11 @@ class PartCutter:
         return self._row_count
 
     def add(self, row_count: int) -> None:
-        """Adds rows that follow the last place."""
+        """Add rows that follow the last place."""
         self._row_count += row_count
 
     def pass_place(self, place: TextPlace) -> None:
-        """Cuts at this place if the part that ends here is large enough. No row is read both before and after it."""
+        """Cut at this place if the part that ends here is large enough. No row is read both before and after it."""
         self._bytes_read = place.file_byte
         size_bytes = place.file_byte - self._begin.file_byte
         # Only a byte-order mark may come before line 1.
@@ -537,7 +537,7 @@ class PartCutter:
             self._begin, self._row_count = place, 0
 
     def parts(self, file: SourceFile) -> list[TextPart]:
-        """Returns the parts of the file, which has been read to its end."""
+        """Return the parts of the file, which has been read to its end."""
         size_bytes = max((file.size_bytes or self._bytes_read) - self._begin.file_byte, 0)
         return [*self._parts, TextPart(self._begin, None, self._row_count, size_bytes)]
 
@@ -552,7 +552,7 @@ class Found(Protocol):
     """What was found in some rows. Picklable."""
 
     def merge(self, file: SourceFile, later: Any) -> None:
-        """Adds what was found in rows of `file` that follow.
+        """Add what was found in rows of `file` that follow.
 
         The result depends on the rows alone, never on where they were divided. Raises `InvalidArgument` for what no
         import may have, and `NotMergeable` where it depends on the rows one by one.
@@ -576,16 +576,16 @@ class Scanner(Protocol[F]):
     def reads_rows(self) -> bool: ...
 
     def nothing(self) -> F:
-        """Returns what is found in no rows."""
+        """Return what is found in no rows."""
 
     def scan(self, file: SourceFile, found: F, part: TextPart | None = None) -> list[TextPart]:
-        """Adds what is in the rows of the file, or of a part, to `found`.
+        """Add what is in the rows of the file, or of a part, to `found`.
 
-        Returns the parts of the file, with the numbers of their well-formed rows, or that part.
+        Return the parts of the file, with the numbers of their well-formed rows, or that part.
         """
 
     def cut(self, file: SourceFile) -> list[TextPart]:
-        """Returns the parts of a large file, as `scan` does; nothing for one that cannot be divided.
+        """Return the parts of a large file, as `scan` does; nothing for one that cannot be divided.
 
         Where rows are looked at afterwards, the parts' own numbers of rows need not be right.
         """
@@ -611,7 +611,7 @@ R = TypeVar("R")
 
 class UnitRunner(Protocol):
     def __call__(self, work: Callable[[ScanUnit], R], units: Sequence[ScanUnit]) -> Iterator[R]:
-        """Does the work on each unit in a task; yields the results in the order of the units.
+        """Do the work on each unit in a task; yield the results in the order of the units.
 
         Raises the error of the first unit that fails, in that order.
         """
@@ -620,7 +620,7 @@ class UnitRunner(Protocol):
 def scan_files(
     files: Sequence[SourceFile], scanner: Scanner[F], run_units: UnitRunner | None
 ) -> tuple[F, list[list[TextPart]]]:
-    """Returns what is found in the rows of all files, and the parts of each."""
+    """Return what is found in the rows of all files, and the parts of each."""
     if run_units is not None and _are_large(files):
         try:
             return _scan_in_tasks(files, scanner, run_units)
@@ -631,7 +631,7 @@ def scan_files(
 
 
 def _are_large(files: Sequence[SourceFile]) -> bool:
-    """Returns whether tasks are to scan the files. The size of an upload is known once it is whole."""
+    """Return whether tasks are to scan the files. The size of an upload is known once it is whole."""
     return sum(file.size_bytes or 0 for file in files) >= LARGE_BYTES
 
 
@@ -660,7 +660,7 @@ def _scan_in_tasks(
 
 
 def _do_here(work: Callable[[ScanUnit], R], units: Sequence[ScanUnit]) -> Iterator[R]:
-    """Does the work on each unit in this process; a `UnitRunner`."""
+    """Do the work on each unit in this process; a `UnitRunner`."""
     return map(work, units)
 
 

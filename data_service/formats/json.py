@@ -75,7 +75,7 @@ class _BadLine:
 def open_json_lines(
     files: Sequence[SourceFile], overrides: Overrides, run_units: UnitRunner | None = None
 ) -> list[RowSource]:
-    """Opens one source for each file, all with the columns of all files.
+    """Open one source for each file, all with the columns of all files.
 
     Columns are in the order of their first occurrence. Reads all files once, large ones by `run_units`. Raises
     `InvalidArgument` if they have no column, or too many.
@@ -104,7 +104,7 @@ class _JsonFound:
         self.first_bad: tuple[SourceFile, int, str] | None = None
 
     def add(self, file: SourceFile, lines: Sequence[_Line | _BadLine]) -> int:
-        """Adds the next lines, and returns how many of them are rows."""
+        """Add the next lines, and return how many of them are rows."""
         rows = [line.row for line in lines if isinstance(line, _Line)]
         for name in dict.fromkeys(itertools.chain.from_iterable(rows)):
             self._column(file, name).update([row[name] for row in rows if name in row])
@@ -256,7 +256,7 @@ def _parsed(block: LineBlock) -> Iterator[_Line | _BadLine]:
 
 
 def _build(overrides: Overrides, name: str, found: pa.DataType, data_type: pa.DataType) -> Build:
-    """Returns the function that builds a column of type `data_type`."""
+    """Return the function that builds a column of type `data_type`."""
     try:
         if is_tensor(data_type):
             length = int(np.prod(data_type.shape))
@@ -346,7 +346,7 @@ class InferredColumn:
         self._doubles_in_lists: set[int] = set()
 
     def update(self, values: Sequence[Any]) -> None:
-        """Adds parsed JSON values.
+        """Add parsed JSON values.
 
         Values that fit no column, such as objects, are ignored.
         """
@@ -368,7 +368,7 @@ class InferredColumn:
                     self._doubles_in_lists.add(len(values))
 
     def merge(self, other: InferredColumn) -> None:
-        """Adds the values of other rows.
+        """Add the values of other rows.
 
         Raises `NotMergeable` for lists of too many lengths, of which only the first ones count.
         """
@@ -398,7 +398,7 @@ class InferredColumn:
 
 
 def all_in_double(numbers: Sequence[int | float]) -> bool:
-    """Returns whether a double represents each of the numbers exactly.
+    """Return whether a double represents each of the numbers exactly.
 
     There must be at least one, and none beyond the range of doubles.
     """
@@ -408,9 +408,9 @@ def all_in_double(numbers: Sequence[int | float]) -> bool:
 
 
 def numbers_kind(values: list[Any]) -> type | None:
-    """Returns int or float for a list of numbers, whichever represents all of them exactly.
+    """Return int or float for a list of numbers, whichever represents all of them exactly.
 
-    Returns None for other lists, and for an empty one.
+    Return None for other lists, and for an empty one.
     """
     kinds = set(map(type, values))
     if not kinds or not kinds <= {int, float} or len(values) > MAX_LIST:
@@ -426,7 +426,7 @@ def numbers_kind(values: list[Any]) -> type | None:
 
 
 def as_text(value: Any) -> str | None:
-    """Returns a scalar as text: null stays null, other values than text become JSON."""
+    """Return a scalar as text: null stays null, other values than text become JSON."""
     if value is None or isinstance(value, str):
         return value
     # orjson does not write whole numbers of more than 64 bits.

@@ -78,7 +78,7 @@ class ParquetRows:
         self._batch_rows = min(max(interface.CHUNK_BYTES // width, 1), MAX_BATCH_ROWS)
 
     def parts(self) -> Sequence[RowSource]:
-        """Divides the file into runs of row groups.
+        """Divide the file into runs of row groups.
 
         An upload was verified when it was opened; the parts do not verify it again.
         """
@@ -127,7 +127,7 @@ class ParquetRows:
             raise self._file.corrupt(f"{rows_read} rows are decoded, and its footer has {row_count}")
 
     def _decoded(self, batches: Iterator[pa.RecordBatch], whole: Container[str]) -> Iterator[pa.RecordBatch]:
-        """Yields batches of a bounded size once each row has its own values.
+        """Yield batches of a bounded size once each row has its own values.
 
         Texts that Arrow could not read as dictionaries have theirs already, so their batches are divided.
         """
@@ -143,7 +143,7 @@ class ParquetRows:
                 yield batch
 
     def _rows_within(self, rows: int, row_bytes: int) -> int:
-        """Returns how many rows of these bytes may be decoded at once, of `rows` at most."""
+        """Return how many rows of these bytes may be decoded at once, of `rows` at most."""
         return min(rows, max(interface.MAX_DECODED_BYTES // max(row_bytes, 1), 1))
 
     def _logical_schema(self, schema: pa.Schema) -> pa.Schema:
@@ -163,7 +163,7 @@ class ParquetRows:
                 raise self._file.corrupt(str(error)) from None
 
     def _footer_bytes(self, opened: BinaryIO) -> bytes:
-        """Checks the footer's size, and reads it."""
+        """Check the footer's size, and read it."""
         size_bytes = _size(opened)
         if size_bytes < 12:
             raise self._file.corrupt("it is not a whole Parquet file: it has no footer")
@@ -185,7 +185,7 @@ class ParquetRows:
         return data
 
     def _list_bytes(self, schema: pq.ParquetSchema, chunks: Chunks, row_count: int) -> int:
-        """Returns the bytes of a row's longest list on average, as the footer has it; 0 if all are within the limit."""
+        """Return the bytes of a row's longest list on average, as the footer has it; 0 if all are within the limit."""
         longest = 0
         for index in range(len(schema)):
             if schema.column(index).max_repetition_level == 0:
@@ -206,7 +206,7 @@ class ParquetRows:
         return longest
 
     def _whole_texts(self, schema: pq.ParquetSchema, chunks: Chunks) -> dict[str, int]:
-        """Returns the text columns that Arrow cannot read as dictionaries, with the most bytes of one text.
+        """Return the text columns that Arrow cannot read as dictionaries, with the most bytes of one text.
 
         Texts may share bytes with others, but none exceeds its column chunk.
         """
@@ -222,7 +222,7 @@ class ParquetRows:
 
 
 def is_local(opened: BinaryIO) -> bool:
-    """Returns whether a read is no request: the file has a descriptor."""
+    """Return whether a read is no request: the file has a descriptor."""
     return isinstance(opened, io.BufferedReader) and isinstance(opened.raw, io.FileIO)
 
 
@@ -239,7 +239,7 @@ class FetchedRanges(io.RawIOBase):
         self._size_bytes: int | None = None
 
     def fetch(self, begin: int, end: int) -> None:
-        """Fetches these bytes, unless a range has them."""
+        """Fetch these bytes, unless a range has them."""
         if self._range_of(begin, end - begin) is not None:
             return
         fetched = bytearray()
@@ -276,7 +276,7 @@ class FetchedRanges(io.RawIOBase):
         return data
 
     def _range_of(self, begin: int, size: int) -> tuple[int, memoryview] | None:
-        """Returns the range that has all these bytes, up to the file's end."""
+        """Return the range that has all these bytes, up to the file's end."""
         if self._size_bytes is not None:
             size = min(size, max(self._size_bytes - begin, 0))
         return next((one for one in self._ranges if one[0] <= begin and begin + size <= one[0] + len(one[1])), None)
@@ -295,7 +295,7 @@ Chunks = Sequence[Sequence[pq.ColumnChunkMetaData]]
 
 
 def _chunks(metadata: pq.FileMetaData, indices: Sequence[int]) -> Chunks:
-    """Returns the column chunks of these row groups. Arrow ends the process for one that contradicts itself."""
+    """Return the column chunks of these row groups. Arrow ends the process for one that contradicts itself."""
     groups = [metadata.row_group(index) for index in indices]
     if any(group.num_columns != metadata.num_columns for group in groups):
         raise ClaimError("its footer is damaged: a row group has other columns than the file")
@@ -327,7 +327,7 @@ def _groups(metadata: pq.FileMetaData) -> list[_Group]:
 
 
 def _range_of_chunks(chunks: Chunks, file_bytes: int) -> tuple[int, int]:
-    """Returns where the first chunk begins, and the last one ends. Raises `ClaimError` for one outside of the file.
+    """Return where the first chunk begins, and the last one ends. Raises `ClaimError` for one outside of the file.
 
     To seek there would look like a failing disk.
     """
@@ -343,7 +343,7 @@ def _range_of_chunks(chunks: Chunks, file_bytes: int) -> tuple[int, int]:
 
 
 def _fetch_chunks(opened: BinaryIO, begin: int, end: int) -> None:
-    """Fetches these bytes, the column chunks of all row groups, at once if they are within the budget.
+    """Fetch these bytes, the column chunks of all row groups, at once if they are within the budget.
 
     Larger ones are streamed: each mebibyte of a chunk is a request or more.
     """
@@ -363,7 +363,7 @@ class _Part:
 
 
 def _parts(footer_bytes: bytes, metadata: pq.FileMetaData) -> list[_Part]:
-    """Divides the row groups into runs of about `PART_BYTES` decoded bytes; a larger group is a part of its own.
+    """Divide the row groups into runs of about `PART_BYTES` decoded bytes; a larger group is a part of its own.
 
     A file whose footer contradicts itself is one part, so that reading it finds the error.
     """
@@ -393,7 +393,7 @@ def _contradicts_itself(row_count: int, groups: Sequence[_Group]) -> bool:
 
 
 def _plausible_rows(row_count: int, groups: Sequence[_Group]) -> int | None:
-    """Returns the number of rows that the footer claims; None for one that no file has.
+    """Return the number of rows that the footer claims; None for one that no file has.
 
     Such a file's rows are counted before they get their ids.
     """
@@ -401,7 +401,7 @@ def _plausible_rows(row_count: int, groups: Sequence[_Group]) -> int | None:
 
 
 def _gathered(tables: Iterator[pa.Table], most: int) -> Iterator[pa.Table]:
-    """Combines up to `most` tables into one, because each table has a fixed cost, however few its rows."""
+    """Combine up to `most` tables into one, because each table has a fixed cost, however few its rows."""
     waiting: list[pa.Table] = []
     size_bytes = 0
     for table in tables:
@@ -422,14 +422,14 @@ def _as_one(tables: Sequence[pa.Table]) -> pa.Table:
 
 
 def _is_extended_text(arrow_type: pa.DataType) -> bool:
-    """Returns whether it is an extension type of texts, which Arrow cannot read as a dictionary without aborting the
+    """Return whether it is an extension type of texts, which Arrow cannot read as a dictionary without aborting the
     process.
     """
     return isinstance(arrow_type, pa.BaseExtensionType) and is_text(arrow_type.storage_type)
 
 
 def _size(opened: BinaryIO) -> int:
-    """Returns the size in bytes.
+    """Return the size in bytes.
 
     Arrow's files do not return the position from `seek`.
     """

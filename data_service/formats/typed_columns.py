@@ -39,7 +39,7 @@ def is_list(arrow_type: pa.DataType) -> bool:
 
 
 def fits_lists(lists: pa.DataType, tensor: pa.FixedShapeTensorType) -> bool:
-    """Returns whether rows of `lists` may be such tensors.
+    """Return whether rows of `lists` may be such tensors.
 
     They must be numbers, in lists with one level for each dimension of the tensor, or in lists of one level with all
     values, row-major.
@@ -55,7 +55,7 @@ def fits_lists(lists: pa.DataType, tensor: pa.FixedShapeTensorType) -> bool:
 
 
 def example_tensor(lists: pa.DataType) -> str | None:
-    """Returns the spelling of a tensor type for the values of `lists`, with some shape.
+    """Return the spelling of a tensor type for the values of `lists`, with some shape.
 
     None if no tensor has such values.
     """
@@ -66,7 +66,7 @@ def example_tensor(lists: pa.DataType) -> str | None:
 
 
 def tensors_of_lists(lists: pa.Array, fixed_shape_tensor_type: pa.FixedShapeTensorType) -> tuple[pa.Array, Fits]:
-    """Converts lists to tensors.
+    """Convert lists to tensors.
 
     Rows do not fit if a list has another length, if a value is null, or if the tensor cannot hold a number. The values
     in their places are undefined.
@@ -93,7 +93,7 @@ def tensors_of_lists(lists: pa.Array, fixed_shape_tensor_type: pa.FixedShapeTens
 
 
 def _values(lists: pa.Array, lengths: Sequence[int]) -> tuple[pa.Array, NDArray[np.bool_]]:
-    """Returns the values of the rows that fit, concatenated, and which rows fit: (R,)."""
+    """Return the values of the rows that fit, concatenated, and which rows fit: (R,)."""
     fits = np.ones(len(lists), np.bool_)
     each = 1  # the entries of a row on this level
     for length in lengths:
@@ -103,7 +103,7 @@ def _values(lists: pa.Array, lengths: Sequence[int]) -> tuple[pa.Array, NDArray[
 
 
 def _of_fitting(entries: pa.Array, right: pa.Array, each: int, fits: NDArray[np.bool_]) -> pa.Array:
-    """Returns the entries of rows whose entries are all right.
+    """Return the entries of rows whose entries are all right.
 
     Other rows are removed from `fits`.
     """
@@ -113,7 +113,7 @@ def _of_fitting(entries: pa.Array, right: pa.Array, each: int, fits: NDArray[np.
 
 
 def _unnested(arrow_type: pa.DataType) -> tuple[int, pa.DataType]:
-    """Returns the number of list levels, and the type of the innermost values."""
+    """Return the number of list levels, and the type of the innermost values."""
     levels = 0
     while is_list(arrow_type):
         levels, arrow_type = levels + 1, arrow_type.value_type
@@ -132,14 +132,14 @@ def _is_number(value_type: pa.DataType) -> bool:
 
 
 def plain_type(data_type: pa.DataType) -> pa.DataType:
-    """Returns the type of the values themselves, inside of a dictionary or an extension."""
+    """Return the type of the values themselves, inside of a dictionary or an extension."""
     if isinstance(data_type, pa.BaseExtensionType):
         return plain_type(data_type.storage_type)
     return plain_type(data_type.value_type) if kinds.is_dictionary(data_type) else data_type
 
 
 def is_foreign(plain: pa.DataType) -> bool:
-    """Returns whether a version has no column for values of this `plain_type`, not even under another name."""
+    """Return whether a version has no column for values of this `plain_type`, not even under another name."""
     simply_others = (
         kinds.is_large_string,
         kinds.is_large_binary,
@@ -151,7 +151,7 @@ def is_foreign(plain: pa.DataType) -> bool:
 
 
 def has_cast(data_type: pa.DataType) -> bool:
-    """Returns whether a column of this type needs `column_types`.
+    """Return whether a column of this type needs `column_types`.
 
     That is the case if its values are foreign, or if an extension gives them another meaning.
     """
@@ -160,7 +160,7 @@ def has_cast(data_type: pa.DataType) -> bool:
 
 
 def kept_type(plain: pa.DataType) -> pa.DataType:
-    """Returns the column type that a version uses for such values; foreign types are returned as they are."""
+    """Return the column type that a version uses for such values; foreign types are returned as they are."""
     try:
         return logical_field(pa.field("", plain)).type
     except InvalidArgument:
@@ -168,7 +168,7 @@ def kept_type(plain: pa.DataType) -> pa.DataType:
 
 
 def is_castable(plain: pa.DataType, data_type: pa.DataType) -> bool:
-    """Returns whether `column_types` may convert such values to `data_type`; excludes lists."""
+    """Return whether `column_types` may convert such values to `data_type`; exclude lists."""
     if kinds.is_nested(plain):
         return False
     try:
@@ -179,7 +179,7 @@ def is_castable(plain: pa.DataType, data_type: pa.DataType) -> bool:
 
 
 def lists_within(data_type: pa.DataType) -> pa.DataType | None:
-    """Returns the lists that a column holds, itself or as an extension; else None."""
+    """Return the lists that a column holds, itself or as an extension; else None."""
     storage = (
         data_type.storage_type
         if isinstance(data_type, pa.BaseExtensionType) and not is_tensor(data_type)
@@ -189,7 +189,7 @@ def lists_within(data_type: pa.DataType) -> pa.DataType | None:
 
 
 def suggested_type(plain: pa.DataType) -> pa.DataType | None:
-    """Returns a type of a version that can hold the values; None if there is none."""
+    """Return a type of a version that can hold the values; None if there is none."""
     candidates = [pa.timestamp("ms"), pa.int64(), pa.string()]
     if kinds.is_null(plain):
         candidates = [pa.string()]
@@ -210,7 +210,7 @@ MAX_ROW_BYTES = 64 * 1024 * 1024
 
 
 def logical_schema_of(file: SourceFile, schema: pa.Schema, types: Mapping[str, pa.DataType]) -> pa.Schema:
-    """Returns the columns as a version keeps them.
+    """Return the columns as a version keeps them.
 
     Columns with an unsupported type get that of `types`. Raises `InvalidArgument` naming the file, and the column at
     fault.
@@ -240,7 +240,7 @@ def _logical_field(file: SourceFile, field: pa.Field, data_type: pa.DataType | N
 
 
 def _remedy(plain: pa.DataType, lists: pa.DataType | None) -> str:
-    """Returns what the request or the file can change."""
+    """Return what the request or the file can change."""
     if lists is not None and (tensor := example_tensor(lists)):
         return f", or give it a type by column_types, such as {tensor} where all rows have that shape"
     if kinds.is_struct(plain):
@@ -250,7 +250,7 @@ def _remedy(plain: pa.DataType, lists: pa.DataType | None) -> str:
 
 
 def check_names(file: SourceFile, names: Sequence[str]) -> None:
-    """Raises `InvalidArgument` for names that no version can have."""
+    """Raise `InvalidArgument` for names that no version can have."""
     if not names or len(set(names)) < len(names) or "" in names:
         raise file.corrupt("it needs columns, each with a name of its own")
     for name in names:
@@ -276,7 +276,7 @@ class TypedColumns:
         self._row = first_row
 
     def table(self, batch: pa.RecordBatch, bad: BadRowSink) -> pa.Table:
-        """Returns the good rows of the next batch.
+        """Return the good rows of the next batch.
 
         Rows are counted, to name the places of bad ones.
         """
@@ -310,18 +310,18 @@ _PLACE = re.compile("row ([0-9]+)")
 
 
 def _place_of(row: int) -> str:
-    """Returns how a bad row's place is named; rows are counted from 0, and named from 1."""
+    """Return how a bad row's place is named; rows are counted from 0, and named from 1."""
     return f"row {row + 1}"
 
 
 def _row_at(place: str) -> int | None:
-    """Returns the row of such a place; None for others."""
+    """Return the row of such a place; None for others."""
     found = _PLACE.fullmatch(place)
     return None if found is None else int(found[1]) - 1
 
 
 def shown_row(rows: pa.RecordBatch | pa.Table, row: int) -> str:
-    """Returns one row as text: its first columns, without values that text does not show well."""
+    """Return one row as text: its first columns, without values that text does not show well."""
     shown = []
     for name, column in zip(rows.schema.names[:20], rows.columns[:20], strict=True):
         kind = column.type.value_type if kinds.is_dictionary(column.type) else column.type
@@ -347,12 +347,12 @@ def _reason(field: pa.Field, *, cast: bool) -> str:
 
 
 def _is_cast(data_type: pa.DataType, wanted: pa.DataType) -> bool:
-    """Returns whether the request gave the column its type."""
+    """Return whether the request gave the column its type."""
     return has_cast(data_type) if not is_tensor(wanted) else _is_given_shape(data_type)
 
 
 def _is_given_shape(data_type: pa.DataType) -> bool:
-    """Returns whether only the request gives the lists of a tensor column their length.
+    """Return whether only the request gives the lists of a tensor column their length.
 
     Lists of fixed size, which `logical_field` accepts, have their own. The lists of an extension may have any size.
     """
@@ -375,7 +375,7 @@ def _logical(given: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits]:
 
 
 def _as_given(storage: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits]:
-    """Applies the cast that the column would have without its extension."""
+    """Apply the cast that the column would have without its extension."""
     kept = kept_type(storage.type)
     values, are_kept = (storage, None) if is_foreign(storage.type) else _as_kept(storage, kept)
     cast = cast_between(kept, data_type)
@@ -388,7 +388,7 @@ def _as_given(storage: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits
 
 
 def _as_kept(storage: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits]:
-    """Converts values to the type that a version uses for them."""
+    """Convert values to the type that a version uses for them."""
     if is_tensor(data_type):
         return _tensors(storage, data_type)
     if kinds.is_string(data_type):
@@ -400,7 +400,7 @@ def _as_kept(storage: pa.Array, data_type: pa.DataType) -> tuple[pa.Array, Fits]
 
 
 def _kept_as_milliseconds(seconds: pa.Array) -> tuple[pa.Array, Fits]:
-    """Refuses seconds beyond the range of milliseconds.
+    """Refuse seconds beyond the range of milliseconds.
 
     Parquet has no whole seconds, so a version's files store milliseconds.
     """
@@ -409,7 +409,7 @@ def _kept_as_milliseconds(seconds: pa.Array) -> tuple[pa.Array, Fits]:
 
 
 def _bytes_of(text: pa.DataType) -> pa.DataType:
-    """Returns the bytes type to which strings are cast first, since files may wrongly claim UTF-8."""
+    """Return the bytes type to which strings are cast first, since files may wrongly claim UTF-8."""
     return pa.large_binary() if kinds.is_large_string(text) else pa.binary()
 
 
@@ -443,23 +443,23 @@ class Overrides:
         return self._types
 
     def types_among(self, names: list[str]) -> dict[str, pa.DataType]:
-        """Returns the override types of the columns `names`."""
+        """Return the override types of the columns `names`."""
         found = {name: self._types[name] for name in names if name in self._types}
         self._met.update(found)
         return found
 
     def field(self, name: str) -> str:
-        """Returns the request's field that gives column `name` its type."""
+        """Return the request's field that gives column `name` its type."""
         return f"column_types[{self._places[name]}]"
 
     def refuse_unknown(self) -> None:
-        """Raises `InvalidArgument` for the first column that no source has."""
+        """Raise `InvalidArgument` for the first column that no source has."""
         for name in self._types:
             if name not in self._met:
                 raise invalid_field(f"{self.field(name)}.column", name, "name a column that a source has")
 
     def applied_to(self, rows: RowSource, file: SourceFile) -> RowSource:
-        """Returns `rows` with their columns cast; values that do not fit make bad rows.
+        """Return `rows` with their columns cast; values that do not fit make bad rows.
 
         Raises `InvalidArgument` naming `column_types[i]` if no value could fit.
         """
@@ -565,7 +565,7 @@ class _Counter:
         self._bad.add(source, place, reason, excerpt, rows)
 
     def next_rows(self, count: int) -> NDArray[np.int64]:
-        """Returns the numbers of the next table's rows."""
+        """Return the numbers of the next table's rows."""
         left_out = np.array(self._left_out, np.int64)
         ordinals = np.arange(count, dtype=np.int64)
         # The good row i comes after every left-out row that has at most i good rows before it.

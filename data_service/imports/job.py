@@ -66,7 +66,7 @@ from shared.storage import ObjectStore
 
 
 def run_import(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
-    """Runs an import and returns the manifest's name.
+    """Run an import and return the manifest's name.
 
     The job's spec is `{"import": ImportSpec, "import_roots": [folders]}`.
     """
@@ -160,7 +160,7 @@ class _Import:
         return self._commit(self._lay_out(routings, tallies))
 
     def _counted(self) -> tuple[list[Tally] | None, Repeats | None]:
-        """Counts rows in a pass of its own, if that is needed, and finds repeated values."""
+        """Count rows in a pass of its own, if that is needed, and find repeated values."""
         if not self._opened.in_tasks:
             return (self._count_here() if self._spec.hold_outs else None), None
         if self._rows.checks.needs_keys:
@@ -175,7 +175,7 @@ class _Import:
         return [tallies[part.number] for part in self._plan.parts], None
 
     def _counted_with_keys(self) -> tuple[list[Tally], Repeats]:
-        """Counts the rows of each part without repeated values.
+        """Count the rows of each part without repeated values.
 
         Raises the error of the first part that fails or has a repeat that a check does not allow. Which rows are
         repeats is known only after the parts before, so the pass raises for no row, and that part is read again.
@@ -212,7 +212,7 @@ class _Import:
         return self._without_repeats([tallies[part.number] for part in self._plan.parts], found)
 
     def _expected(self, uncounted: Sequence[ImportPart]) -> list[Tally] | None:
-        """Counts the rows of some parts; returns the tallies of all parts as if the rows of the others are all good.
+        """Count the rows of some parts; return the tallies of all parts as if the rows of the others are all good.
 
         A part that cannot be counted ends the pass: the parts before may fail, too, so the next pass finds the failure
         to report.
@@ -239,7 +239,7 @@ class _Import:
         return tallies
 
     def _without_repeats(self, tallies: Sequence[Tally], found: Mapping[int, Ordinals]) -> tuple[list[Tally], Repeats]:
-        """Returns the tallies without the rows that a check of uniqueness leaves out, and the repeats by ordinal.
+        """Return the tallies without the rows that a check of uniqueness leaves out, and the repeats by ordinal.
 
         In `found` the repeats are by the part and the row in it.
         """
@@ -283,7 +283,7 @@ class _Import:
         return Placer(self._routings, self._first_row_ids)
 
     def _placed(self, tallies: Sequence[Tally] | None) -> list[ImportPart]:
-        """Returns the parts where they stand; without `tallies`, where they stand if all rows are good."""
+        """Return the parts where they stand; without `tallies`, where they stand if all rows are good."""
         placer, placed = self._placer(), []
         for part in self._plan.parts:
             placed.append(placer.place(part))
@@ -330,7 +330,7 @@ class _Import:
         return ordered
 
     def _refuse_change(self, part: ImportPart, tally: Tally, counted: Sequence[Tally]) -> None:
-        """Raises `InvalidArgument` unless the part has the rows that were counted before."""
+        """Raise `InvalidArgument` unless the part has the rows that were counted before."""
         if tally != counted[part.number]:
             raise _changed(part.split, self._kept_by_split(counted)[part.split])
 
@@ -341,7 +341,7 @@ class _Import:
         tallies: dict[int, Tally],
         kept: KeptPass | None = None,
     ) -> Generator[tuple[ImportPart, Any], None, None]:
-        """Does the work on each part in a task; yields the part with its result, and keeps the tally.
+        """Do the work on each part in a task; yield the part with its result, and keep the tally.
 
         `tallies` has those of the parts that are not in this pass, and of no other. Raises the error of the first part
         that fails, in row order: others may go on until the parts before are done.
@@ -369,7 +369,7 @@ class _Import:
         part: ImportPart | None,
         error: MillraceError | None,
     ) -> MillraceError:
-        """Returns the error of a part, all of whose parts before are done.
+        """Return the error of a part, all of whose parts before are done.
 
         It may name a row by what stands before the part, or be the last of too many bad rows: then the part is read
         again from where it stands. So is a part that fails for another reason if more bad rows stand before it than it
@@ -386,7 +386,7 @@ class _Import:
         return self._error_of(work, placed) or error or _changed(placed.split, tallies[number].kept)
 
     def _placed_after(self, before: Sequence[Tally]) -> ImportPart:
-        """Returns the part that follows the parts with these tallies, placed."""
+        """Return the part that follows the parts with these tallies, placed."""
         placer = self._placer()
         for part, tally in zip(self._plan.parts, before, strict=False):
             placer.place(part)
@@ -394,12 +394,12 @@ class _Import:
         return placer.place(self._plan.parts[len(before)])
 
     def _error_of(self, work: CountPart | WritePart, part: ImportPart) -> MillraceError | None:
-        """Does the work on one part; returns its error, if it fails."""
+        """Do the work on one part; return its error, if it fails."""
         with closing(self._passes.over("", work, [part], foreign_code=False)) as results:
             return next((result.error for _, result in results if isinstance(result, PartFailed)), None)
 
     def _kept(self, name: str, repeats: Repeats | None = None) -> KeptPass:
-        """Describes a pass, so that later attempts take over the results that depend on the same."""
+        """Describe a pass, so that later attempts take over the results that depend on the same."""
         base, columns = self._opened.base, self._rows.columns
         ordinals = {} if repeats is None else repeats.ordinals
         depends_on = {
@@ -434,7 +434,7 @@ class _Import:
 
 
 def _base(store: ObjectStore, base: Base) -> DatasetVersion:
-    """Loads the base; raises `FailedPrecondition` if its name now belongs to another version."""
+    """Load the base; raise `FailedPrecondition` if its name now belongs to another version."""
     version = load_version(store, base.version)
     if base.manifest_sha256 and version.manifest_sha256 != base.manifest_sha256:
         raise FailedPrecondition(
@@ -447,7 +447,7 @@ def _base(store: ObjectStore, base: Base) -> DatasetVersion:
 
 
 def _among_all_rows(found: Mapping[int, Ordinals], tallies: Sequence[Tally]) -> Repeats:
-    """Returns the repeats by their ordinals among all rows.
+    """Return the repeats by their ordinals among all rows.
 
     `tallies` are those of the first parts. The repeats of later parts are left out, except for the part that follows.
     """
@@ -524,7 +524,7 @@ class _Outcome:
         self.left_out += sum(written.tally.left_out.values())
 
     def bad_rows(self) -> BadRowLog:
-        """Returns the rows left out of all parts, in row order."""
+        """Return the rows left out of all parts, in row order."""
         return self._bad_rows.merged(self._scratch / f"all-{QUARANTINE}")
 
 
@@ -585,7 +585,7 @@ class SplitProblems:
 
     @contextmanager
     def translating_errors(self) -> Iterator[None]:
-        """Translates layout errors of the body.
+        """Translate layout errors of the body.
 
         Raises `FailedPrecondition` for a split whose rows were all left out, and `InvalidArgument` naming the field for
         other splits.
@@ -631,7 +631,7 @@ class Progress:
         self._reported_at = 0.0
 
     def add(self, rows: int, quarantined: int) -> None:
-        """Adds `rows` read rows; `quarantined` is the total so far."""
+        """Add `rows` read rows; `quarantined` is the total so far."""
         self._rows += rows
         self._quarantined = quarantined
         if time.monotonic() - self._reported_at > REPORT_INTERVAL_S:
@@ -693,14 +693,14 @@ class SpilledKeys:
         self._has_spilled = False
 
     def merge(self, other: UniqueKeys) -> None:
-        """Adds the keys of another part."""
+        """Add the keys of another part."""
         self._waiting.merge(other)
         self._quarantines |= other.quarantines
         if self._waiting.row_count * _ROW.itemsize >= SPILL_BYTES:
             self._spill()
 
     def repeats(self, raise_if_stopped: Callable[[], None]) -> Repeats:
-        """Returns the repeats, as `UniqueKeys.repeats` does for all parts together.
+        """Return the repeats, as `UniqueKeys.repeats` does for all parts together.
 
         `raise_if_stopped` is called before each bucket; what it raises ends the search.
         """

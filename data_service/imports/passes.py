@@ -39,7 +39,7 @@ class Watch(Protocol):
     """Follows the work on a part within the attempt's own process."""
 
     def before_table(self) -> None:
-        """Raises if the job is to stop."""
+        """Raise if the job is to stop."""
 
     def after_table(self, rows: int, left_out: int) -> None:
         """`rows` of the table are kept; `left_out` counts those of the part so far that are not."""
@@ -70,7 +70,7 @@ class PartRows:
     def screen(
         self, part: ImportPart, quarantine: Path, keys: UniqueKeys | None = None, *, is_lenient: bool = False
     ) -> Screen:
-        """Returns the screen of a pass, which collects `keys` if they are given.
+        """Return the screen of a pass, which collects `keys` if they are given.
 
         A lenient screen raises for no row.
         """
@@ -81,7 +81,7 @@ class PartRows:
     def kept(
         self, part: ImportPart, screen: Screen, finder: Finder | None, store: ObjectStore, watch: Watch
     ) -> Iterator[pa.Table]:
-        """Yields the rows of the part that are kept, a bounded number at a time.
+        """Yield the rows of the part that are kept, a bounded number at a time.
 
         Raises the errors of `RowSource.tables` and of the screen.
         """
@@ -102,7 +102,7 @@ class PartRows:
         return map(with_nan_as_null, tables) if self.nan_as_null else tables
 
     def _named(self, run: Run) -> tuple[str, Sequence[str] | None]:
-        """Returns the name of the run's source, and the names of its classes."""
+        """Return the name of the run's source, and the names of its classes."""
         if isinstance(run, BaseRun):
             assert self.base is not None
             return self.base.name, None
@@ -147,7 +147,7 @@ class Screen:
         self.add = self.bad_rows.add
 
     def kept(self, table: pa.Table, source: str, finder: Finder | None) -> pa.Table:
-        """Returns the rows of the next table that are kept.
+        """Return the rows of the next table that are kept.
 
         Raises `FailedPrecondition` for a row that violates a failing check.
         """
@@ -300,7 +300,7 @@ RESULTS = ResultFormat(
 
 
 def files_of(result: object) -> list[str]:
-    """Returns the paths of a result's data files, relative to the attempt's folder."""
+    """Return the paths of a result's data files, relative to the attempt's folder."""
     return [file.path for file in result.files] if isinstance(result, Written) else []
 
 
@@ -333,7 +333,7 @@ class _PartFiles:
         self._rows_added = 0
 
     def add(self, table: pa.Table) -> None:
-        """Adds the next rows of the part."""
+        """Add the next rows of the part."""
         choice = self._routing.choice(self._place.row_in_split + self._rows_added, table.num_rows)
         self._rows_added += table.num_rows
         for number, target in enumerate(self._routing.targets):
@@ -343,7 +343,7 @@ class _PartFiles:
             statistics.update(rows, self._place.first_row_ids[target] + statistics.row_count)
 
     def close(self) -> list[DataFile]:
-        """Writes and uploads the pending rows; returns the files."""
+        """Write and upload the pending rows; return the files."""
         return [file for writer in self._writers.values() for file in self._writer_thread.result(writer.close)]
 
 
@@ -449,7 +449,7 @@ _END = object()
 
 
 def prefetched(items: Iterator[Item]) -> Generator[Item, None, None]:
-    """Computes the items on another thread, at most `DEPTH` ahead.
+    """Compute the items on another thread, at most `DEPTH` ahead.
 
     Errors of `items` are raised here. Closing this generator cancels the items that are not begun.
     """
@@ -492,7 +492,7 @@ class WriterThread:
         self._waiting.append(self._pool.submit(work, *arguments))
 
     def result(self, work: Callable[[], Item]) -> Item:
-        """Waits for all pending work, then runs this and returns its result."""
+        """Wait for all pending work, then run this and return its result."""
         self._settle(0)
         return self._pool.submit(work).result()
 

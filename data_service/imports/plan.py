@@ -66,7 +66,7 @@ class CommonColumns:
             self._refuse_lossy_labels(source)
 
     def fitted(self, table: pa.Table, class_names: Sequence[str] | None) -> pa.Table:
-        """Converts a source's rows to the version's columns.
+        """Convert a source's rows to the version's columns.
 
         Raises `InvalidArgument` for an integer that no double represents.
         """
@@ -86,12 +86,12 @@ class CommonColumns:
             ) from None
 
     def _numbers(self, class_names: Sequence[str]) -> NDArray[np.int64]:
-        """Maps a source's class numbers to those of the version."""
+        """Map a source's class numbers to those of the version."""
         places = {name: number for number, name in enumerate(self.value_names[LABEL])}
         return np.array([places[name] for name in class_names], np.int64)
 
     def _refuse_lossy_labels(self, source: OpenSource) -> None:
-        """Refuses labels that `column_types` gave a type that cannot hold the numbers."""
+        """Refuse labels that `column_types` gave a type that cannot hold the numbers."""
         names = source.rows.class_names
         if not names or list(names) == self.value_names.get(LABEL):
             return
@@ -113,7 +113,7 @@ class CommonColumns:
 
 
 def with_nan_as_null(table: pa.Table) -> pa.Table:
-    """Replaces each NaN in float columns by null; tensors, which have no nulls, stay as they are."""
+    """Replace each NaN in float columns by null; tensors, which have no nulls, stay as they are."""
     schema = _with_nullable_floats(table.schema)
     columns = [_without_nan(column) if kinds.is_floating(column.type) else column for column in table.columns]
     return pa.Table.from_arrays(columns, schema=schema)
@@ -131,7 +131,7 @@ def _with_nullable_floats(schema: pa.Schema) -> pa.Schema:
 
 
 def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Returns the common schema; a column is nullable if it is in any source."""
+    """Return the common schema; a column is nullable if it is in any source."""
     first_field, first = given[0]
     common = first
     for field, schema in given[1:]:
@@ -142,7 +142,7 @@ def _common_schema(given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
 
 
 def _schema_of_base(base: pa.Schema, given: Sequence[tuple[str, pa.Schema]]) -> pa.Schema:
-    """Returns the base's schema; a column is nullable if it is in any source."""
+    """Return the base's schema; a column is nullable if it is in any source."""
     for field, schema in given:
         _refuse_mismatch(field, schema, "base.version", base, _goes_into)
     return _nullable_as(base, [base, *(schema for _, schema in given)])
@@ -179,12 +179,12 @@ def _goes_into(data_type: pa.DataType, other: pa.DataType) -> bool:
 
 
 def known_classes(kept: BaseRows | None) -> list[str]:
-    """Returns the names of the labels 0, 1, … in the version that is appended to."""
+    """Return the names of the labels 0, 1, … in the version that is appended to."""
     return next((column.value_names for column in kept.version.columns if column.name == LABEL), []) if kept else []
 
 
 def _value_names(kept: BaseRows | None, sources: Sequence[OpenSource]) -> Mapping[str, list[str]]:
-    """Returns the value names: those of the base, whose labels keep their numbers, then the sources' new classes."""
+    """Return the value names: those of the base, whose labels keep their numbers, then the sources' new classes."""
     names = {column.name: list(column.value_names) for column in kept.version.columns} if kept else {}
     classes = sorted({name for source in sources for name in source.rows.class_names or ()}, key=str.encode)
     if classes:
@@ -225,7 +225,7 @@ class BaseRows:
         self.splits = [split.name for split in version.manifest.splits]
 
     def groups(self, split: str) -> Iterator[tuple[RowGroups, Ints]]:
-        """Yields the split's row groups in the order of row ids, page by page, with the stored bytes of each group.
+        """Yield the split's row groups in the order of row ids, page by page, with the stored bytes of each group.
 
         There are none for an unknown split.
         """
@@ -238,7 +238,7 @@ class BaseRows:
             yield groups, page.size_bytes[files] * groups.row_counts // np.maximum(page.row_counts[files], 1)
 
     def tables(self, groups: Iterable[RowGroup]) -> Iterator[pa.Table]:
-        """Yields the rows of the groups."""
+        """Yield the rows of the groups."""
         for group in groups:
             yield self._reader.read(group)
 
@@ -255,7 +255,7 @@ Fits = Callable[[pa.DataType, pa.DataType], bool]
 
 
 def difference(schema: pa.Schema, first_field: str, first: pa.Schema, fits: Fits) -> str:
-    """Describes the difference.
+    """Describe the difference.
 
     `first` are the columns of `first_field`; `fits` returns whether a type is compatible with one of them.
     """
@@ -286,7 +286,7 @@ def _columns(names: Sequence[str]) -> str:
 
 
 def _some(first: Sequence[str], count: int) -> str:
-    """Joins these names, out of `count`."""
+    """Join these names, out of `count`."""
     return ", ".join(first) + (f" and {count - len(first):,} more" if count > len(first) else "")
 
 
@@ -378,7 +378,7 @@ class ImportPart:
         return f"ImportPart({self.number}, {self.split!r}, runs {self._runs_sha256}, {self.place})"
 
     def placed(self, place: Place) -> ImportPart:
-        """Returns the part at another place; the digest of its runs is computed once for all places."""
+        """Return the part at another place; the digest of its runs is computed once for all places."""
         part = replace(self, place=place)
         part.__dict__["_unplaced"] = self._unplaced
         return part
@@ -420,7 +420,7 @@ class Plan:
 
 
 def plan_parts(splits: Sequence[str], kept: BaseRows | None, sources: Sequence[OpenSource]) -> Plan:
-    """Divides the rows of the splits: first the base's, then those of the sources in their order."""
+    """Divide the rows of the splits: first the base's, then those of the sources in their order."""
     base = {split: list(_base_runs(split, kept)) if kept else [] for split in splits}
     base_bytes = sum(run.size_bytes for of_split in base.values() for run in of_split)
     is_small = base_bytes + sum(source.rows.size_bytes for source in sources) < SMALL_BYTES
@@ -437,7 +437,7 @@ def plan_parts(splits: Sequence[str], kept: BaseRows | None, sources: Sequence[O
 
 
 def _base_runs(split: str, kept: BaseRows) -> Iterator[BaseRun]:
-    """Yields runs of row groups, each up to the group with which it reaches `MAX_PART_BYTES`."""
+    """Yield runs of row groups, each up to the group with which it reaches `MAX_PART_BYTES`."""
     left, left_bytes = RowGroups.joined([]), np.zeros(0, np.int64)
     for page, page_bytes in kept.groups(split):
         groups, group_bytes = RowGroups.joined([left, page]), np.concatenate([left_bytes, page_bytes])
@@ -451,7 +451,7 @@ def _base_runs(split: str, kept: BaseRows) -> Iterator[BaseRun]:
 
 
 def _packed(runs: Iterable[Run]) -> Iterator[tuple[Run, ...]]:
-    """Yields runs that together stay within `MAX_PART_BYTES`, or a single one; at least one part."""
+    """Yield runs that together stay within `MAX_PART_BYTES`, or a single one; at least one part."""
     packed: list[Run] = []
     size_bytes = 0
     for run in runs:
@@ -494,7 +494,7 @@ class Placer:
         self._split = ""
 
     def place(self, part: ImportPart) -> ImportPart:
-        """Returns the next part, placed."""
+        """Return the next part, placed."""
         if part.split != self._split:
             self._split, self._row_in_split = part.split, 0
         if self._routings:
@@ -504,7 +504,7 @@ class Placer:
         return part.placed(Place(self._ordinal, self._bad_rows, self._row_in_split, first_row_ids))
 
     def advance(self, tally: Tally) -> None:
-        """Goes past the part that was placed last."""
+        """Go past the part that was placed last."""
         if self._routings:
             routing = self._routings[self._split]
             counts = routing.counts_of(self._row_in_split, tally.kept)
@@ -520,7 +520,7 @@ class Placer:
 
 
 def identity_of(rows: object) -> str:
-    """Returns the digest of rows, such as a tuple of runs."""
+    """Return the digest of rows, such as a tuple of runs."""
     file = io.BytesIO()
     _Identity(file).dump(rows)
     return hashlib.sha256(file.getvalue()).hexdigest()
@@ -585,7 +585,7 @@ def _members_of(shared: FunctionType | pa.Schema | MappingProxyType[Any, Any]) -
 
 
 def _identity_of_function(function: FunctionType) -> tuple[Any, ...]:
-    """Returns its place in the code, and all that it got from the function that made it."""
+    """Return its place in the code, and all that it got from the function that made it."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     place = function.__module__, function.__qualname__, function.__code__.co_firstlineno
     return *place, cells, function.__defaults__, function.__kwdefaults__

@@ -64,7 +64,7 @@ class Group:
         self._parts: list[list[ChildRows]] | None = None
 
     def parts(self, place: int) -> list[ChildRows]:
-        """Returns the parts of a row source; those of all the group are found at once."""
+        """Return the parts of a row source; those of all the group are found at once."""
         if self._parts is None:
             with leased_reader() as reader:
                 self._parts = reader.parts(self)
@@ -135,7 +135,7 @@ def open_in_child(
     run_units: UnitRunner | None = None,
     on_wait: Callable[[], None] = lambda: None,
 ) -> list[OpenSource]:
-    """Opens sources as `open_sources` does, in a child.
+    """Open sources as `open_sources` does, in a child.
 
     `on_wait` is called several times a second while the child works, and ends the call by what it raises.
     """
@@ -232,12 +232,12 @@ class ReaderProcess:
 
     @property
     def is_usable(self) -> bool:
-        """Returns whether the child can take a call. One that has been idle for long may be ending by itself."""
+        """Return whether the child can take a call. One that has been idle for long may be ending by itself."""
         has_time = self._used_at is None or time.monotonic() - self._used_at < IDLE_S
         return self._is_usable and has_time and self._process.poll() is None
 
     def end(self) -> None:
-        """Ends the child at once."""
+        """End the child at once."""
         self._is_usable = False
         self._connection.close()
         self._process.kill()
@@ -316,7 +316,7 @@ class ReaderProcess:
         return self._answers({"op": op, "key": group.key, "index": place}, payload, call)
 
     def _answers(self, header: dict[str, Any], payload: bytes, call: _Call) -> Answers:
-        """Makes a call, gives the child what it asks for, and yields its answers up to the last one.
+        """Make a call, give the child what it asks for, and yield its answers up to the last one.
 
         Raises the child's error. Closed early, it has the child stop after its table. Any other error ends the child.
         """
@@ -345,7 +345,7 @@ class ReaderProcess:
                     self.end()
 
     def _stop(self, call: _Call) -> bool:
-        """Has the child stop, and returns whether it did in time."""
+        """Have the child stop, and return whether it did in time."""
         until = time.monotonic() + STOP_S
 
         def give_up() -> None:
@@ -365,7 +365,7 @@ class ReaderProcess:
         return True
 
     def _answer(self, call: _Call) -> tuple[dict[str, Any], pa.Buffer] | None:
-        """Returns the next answer; None for the last one. Raises `_ChildError` for an error."""
+        """Return the next answer; None for the last one. Raises `_ChildError` for an error."""
         while True:
             self._progress_at = time.monotonic()
             header, payload = self._frames.frame()
@@ -429,7 +429,7 @@ class ReaderProcess:
                 self._check()
 
     def _check(self) -> None:
-        """Checks the limits, and has the caller check whether to go on."""
+        """Check the limits, and ha the caller check whether to go on."""
         self._checked_at = time.monotonic()
         self._call.on_wait()
         if memory_of(self.pid, "RssAnon", "RssShmem") - self._own_bytes > self.limits.memory_bytes:
@@ -461,7 +461,7 @@ class ReaderProcess:
         )
 
     def _death(self) -> MillraceError:
-        """Returns the error for a child that has ended."""
+        """Return the error for a child that has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
         status = self._process.poll()
@@ -502,7 +502,7 @@ class _ChildError(Exception):
 def _group_of(
     header: dict[str, Any], payload: pa.Buffer, files: Sequence[SourceFile]
 ) -> tuple[Group, list[tuple[dict[str, Any], ChildRows]]]:
-    """Returns a group of row sources, and what was sent about each with the row source."""
+    """Return a group of row sources, and what was sent about each with the row source."""
     schema_bytes = int(header["schema_bytes"])
     schema = pa.ipc.read_schema(payload.slice(0, schema_bytes))
     group = Group(payload.slice(schema_bytes).to_pybytes(), [files[number] for number in header["files"]], schema)
@@ -516,7 +516,7 @@ def _group_of(
 
 
 def _described(file: SourceFile) -> tuple[Any, ...]:
-    """Returns what the child knows of a file: all but how it is opened."""
+    """Return what the child knows of a file: all but how it is opened."""
     return file.field, file.uri, file.size_bytes, file.relative, file.upload_uid, file.modified_ns
 
 
@@ -525,7 +525,7 @@ def _is_local(opened: BinaryIO) -> bool:
 
 
 def _nothing() -> None:
-    """Does nothing: the callback of a call that is never interrupted."""
+    """Do nothing: the callback of a call that is never interrupted."""
 
 
 # A header, bytes, and local files that the child gets.
@@ -564,22 +564,22 @@ class _Call:
         self._error: MillraceError | None = None
 
     def file_facts(self) -> tuple[str, str]:
-        """Returns (field, URI) of the file that is being read."""
+        """Return (field, URI) of the file that is being read."""
         return ("sources", "a source") if self._file is None else (self._file.field, self._file.uri)
 
     @property
     def may_wait(self) -> bool:
-        """Returns whether an answer may take long: the bytes of an upload that still grows."""
+        """Return whether an answer may take long: the bytes of an upload that still grows."""
         return self._file is not None and self._file.is_upload
 
     def original(self, record: dict[str, Any]) -> MillraceError:
-        """Returns the error that the child reports: this process's own object if the child only passes it back."""
+        """Return the error that the child reports: this process's own object if the child only passes it back."""
         if self._error is not None and json.loads(json.dumps(self._error.as_record())) == record:
             return self._error
         return error_from_record(record)
 
     def answer(self, header: dict[str, Any]) -> Answer:
-        """Returns (header, bytes, open files) for what the child asks; errors that its reader handles are sent, too."""
+        """Return (header, bytes, open files) for what the child asks; errors that its reader handles are sent, too."""
         answer = getattr(self, f"_answer_{header.pop('ask')}", None)
         if answer is None:
             raise FrameError("it asks for what there is not")
@@ -592,7 +592,7 @@ class _Call:
             return {"os_error": [getattr(error, "errno", None), str(error)]}, b"", []
 
     def note_file(self, number: object) -> None:
-        """Notes that the child reads a file that was opened ahead."""
+        """Note that the child reads a file that was opened ahead."""
         if not isinstance(number, int) or not 0 <= number < len(self.files):
             raise FrameError(f"it reads file {number}")
         self._file = self.files[number]
@@ -643,7 +643,7 @@ class _Call:
         return {"local": False, "opened": self._next_opened}, b"", []
 
     def _opened_ahead(self, number: int) -> list[BinaryIO]:
-        """Opens the small local files that follow, as those of a folder of images are read, each after the last."""
+        """Open the small local files that follow, as those of a folder of images are read, each after the last."""
         found: list[BinaryIO] = []
         for file in self.files[number + 1 : number + MAX_DESCRIPTORS]:
             if file.is_upload or not 0 < (file.size_bytes or 0) <= SMALL_FILE_BYTES:
@@ -739,7 +739,7 @@ _IDLE = _Idle()
 
 @contextmanager
 def leased_reader() -> Iterator[ReaderProcess]:
-    """Provides a child for one call. Later calls of this process have the same one, unless it has ended."""
+    """Provide a child for one call. Later calls of this process have the same one, unless it has ended."""
     limits = reader_limits(os.environ)
     reader = _IDLE.take()
     if reader is not None and not (reader.is_usable and reader.limits == limits):
@@ -756,7 +756,7 @@ def leased_reader() -> Iterator[ReaderProcess]:
 
 
 def start_reader() -> None:
-    """Starts the child of this process, so that it is ready when it is needed."""
+    """Start the child of this process, so that it is ready when it is needed."""
     with leased_reader():
         pass
 

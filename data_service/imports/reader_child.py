@@ -59,7 +59,7 @@ class FrameError(ValueError):
 
 
 def send_frame(to: socket.socket, header: dict[str, Any], payload: Any = b"", descriptors: Sequence[int] = ()) -> None:
-    """Sends a frame: a JSON object, and bytes. Descriptors are sent along with its first byte."""
+    """Send a frame: a JSON object, and bytes. Descriptors are sent along with its first byte."""
     encoded = json.dumps(header).encode()
     view = memoryview(payload).cast("B")
     start = _PREFIX.pack(len(encoded), len(view)) + encoded
@@ -76,7 +76,7 @@ class FrameReader:
         self._receive_into, self._allocate, self._most = receive_into, allocate, most
 
     def frame(self) -> tuple[dict[str, Any], Any]:
-        """Returns the next frame. Raises `FrameError`."""
+        """Return the next frame. Raises `FrameError`."""
         prefix = bytearray(_PREFIX.size)
         self._receive_into(memoryview(prefix))
         header_bytes, payload_bytes = _PREFIX.unpack(prefix)
@@ -119,7 +119,7 @@ class Parent:
         self.files: dict[int, ParentFile] = {}
 
     def next_call(self) -> tuple[dict[str, Any], bytearray]:
-        """Waits for the next call. Ends the process once the parent has closed its end, or needs no call for long."""
+        """Wait for the next call. Ends the process once the parent has closed its end, or needs no call for long."""
         # Before its first call the process waits as long as its parent does.
         self._forget_descriptors()
         wait_s = IDLE_END_S if self._had_a_call else None
@@ -137,7 +137,7 @@ class Parent:
         self._spoke_at = time.monotonic()
 
     def ask(self, what: str, **arguments: Any) -> tuple[dict[str, Any], bytearray]:
-        """Returns the parent's answer; raises the error that it met."""
+        """Return the parent's answer; raise the error that it met."""
         self.send({"ask": what, **arguments})
         while True:
             header, payload = self._frames.frame()
@@ -156,14 +156,14 @@ class Parent:
             self.send({"alive": True})
 
     def has_stopped(self) -> bool:
-        """Returns whether the parent needs no more tables."""
+        """Return whether the parent needs no more tables."""
         if not self._stopped and select.select([self._connection], [], [], 0)[0]:
             header, _ = self._frames.frame()
             self._stopped = "stop" in header
         return self._stopped
 
     def open(self, number: int) -> Any:
-        """Opens a file: a local one by its descriptor, others by their bytes on request."""
+        """Open a file: a local one by its descriptor, others by their bytes on request."""
         if (descriptor := self._ahead.pop(number, None)) is not None:
             self.send({"alive": True, "file": number})  # an error of the file's bytes has to name it
             return os.fdopen(descriptor, "rb")
@@ -254,7 +254,7 @@ class ParentFile(SourceFile):
 
 
 def note_files(parent: Parent, described: Iterable[tuple[int, tuple[Any, ...]]]) -> list[SourceFile]:
-    """Returns the files that the parent describes, (number, members) each."""
+    """Return the files that the parent describes, (number, members) each."""
     found: list[SourceFile] = []
     for number, (field, uri, size_bytes, relative, upload_uid, modified_ns) in described:
         if number not in parent.files:
@@ -317,7 +317,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(value: object) -> tuple[bytes, list[int]]:
-    """Pickles a value; returns the numbers of its files, too, in the order by which the pickle names them."""
+    """Pickle a value; return the numbers of its files, too, in the order by which the pickle names them."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(value)
@@ -325,7 +325,7 @@ def dump(value: object) -> tuple[bytes, list[int]]:
 
 
 def grouped(items: Sequence[Any]) -> Iterator[tuple[Sequence[Any], bytes, list[int]]]:
-    """Yields (items, their pickle, the numbers of their files): few enough items that each may travel with all."""
+    """Yield (items, their pickle, the numbers of their files): few enough items that each may travel with all."""
     waiting = [items[begin : begin + GROUP] for begin in range(0, len(items), GROUP)][::-1]
     while waiting:
         group = waiting.pop()
@@ -338,7 +338,7 @@ def grouped(items: Sequence[Any]) -> Iterator[tuple[Sequence[Any], bytes, list[i
 
 
 def _fitting(group: Sequence[Any], data: bytes, numbers: Sequence[int]) -> int:
-    """Returns how many of its items a group may have, at least one.
+    """Return how many of its items a group may have, at least one.
 
     What all of them share does not count: each item alone has it, too.
     """
@@ -407,7 +407,7 @@ class Reader:
         self._parent.send({"end": True})
 
     def _send_rows(self, rows: Sequence[RowSource], facts: Sequence[dict[str, Any]]) -> None:
-        """Sends row sources, in groups with one schema each, and what the parent knows of each."""
+        """Send row sources, in groups with one schema each, and what the parent knows of each."""
         begin = 0
         while begin < len(rows):
             schema = rows[begin].schema
@@ -505,7 +505,7 @@ MEMORY_STATUS = 77
 
 
 def main() -> None:
-    """Serves the parent until it closes the socket. Arguments: the socket, the parent's id, and the limit in bytes."""
+    """Serve the parent until it closes the socket. Arguments: the socket, the parent's id, and the limit in bytes."""
     descriptor, parent_id, memory_bytes = map(int, sys.argv[1:4])
     has_network = not enter_namespaces(CLONE_NEWNET | CLONE_NEWIPC)
     die_with_parent()  # behind the namespaces: a user namespace would undo it

@@ -48,7 +48,7 @@ class LocalFiles:
         self._roots = [Path(root).resolve() for root in roots]
 
     def open(self, field: str, uri: str, path: str) -> BinaryIO:
-        """Opens a file.
+        """Open a file.
 
         Raises `NotFound`, `Unavailable`, and `InvalidArgument` for anything but a regular file below a root.
         """
@@ -65,7 +65,7 @@ class LocalFiles:
         return os.fdopen(descriptor, "rb")
 
     def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int, int]]]:
-        """Returns a function that lists one folder as (name, is a folder, size in bytes, time of modification in ns).
+        """Return a function that lists one folder as (name, is a folder, size in bytes, time of modification in ns).
 
         Links count as their targets, as in torchvision's ImageFolder; broken links, pipes, sockets and devices are left
         out. The function raises `NotFound`, `Unavailable` and `InvalidArgument`.
@@ -98,7 +98,7 @@ class LocalFiles:
 
 
 def refusal(field: str, uri: str, verb: str, error: Exception) -> InvalidArgument | Unavailable:
-    """Returns the error for a file or folder that the server cannot open, list or read.
+    """Return the error for a file or folder that the server cannot open, list or read.
 
     Another attempt may succeed after an error of the disk or the network.
     """
@@ -108,7 +108,7 @@ def refusal(field: str, uri: str, verb: str, error: Exception) -> InvalidArgumen
 
 
 def size_and_time_of(field: str, uri: str, opened: BinaryIO) -> tuple[int, int]:
-    """Returns the size in bytes, and when it was modified in nanoseconds since the epoch.
+    """Return the size in bytes, and when it was modified in nanoseconds since the epoch.
 
     Raises `Unavailable`.
     """
@@ -121,7 +121,7 @@ def size_and_time_of(field: str, uri: str, opened: BinaryIO) -> tuple[int, int]:
 
 
 def _open_below(root: Path, names: Sequence[str], flags: int) -> int:
-    """Opens `root/names…` without following any link below the root."""
+    """Open `root/names…` without following any link below the root."""
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
     try:
         for name in names[:-1]:

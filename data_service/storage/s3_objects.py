@@ -17,7 +17,7 @@ class S3Objects:
         self._filesystem = filesystem
 
     def size_and_time(self, field: str, uri: str, path: str) -> tuple[int, int]:
-        """Returns the size in bytes, and when it was modified in nanoseconds since the epoch.
+        """Return the size in bytes, and when it was modified in nanoseconds since the epoch.
 
         Raises `NotFound`, `Unavailable`, and `InvalidArgument` if access is denied.
         """
@@ -39,7 +39,7 @@ class S3Objects:
         return opened
 
     def lister(self, field: str, uri: str) -> Callable[[str], list[tuple[str, bool, int, int]]]:
-        """Returns a function that lists one folder as (name, is a folder, size in bytes, time of modification in ns).
+        """Return a function that lists one folder as (name, is a folder, size in bytes, time of modification in ns).
 
         The list is empty if the folder does not exist.
         """
@@ -58,7 +58,7 @@ class S3Objects:
 
 
 def has_size_and_time(opened: BinaryIO, size_bytes: int, modified_ns: int) -> bool:
-    """Returns whether an open object has this size and time, by the answer to its opening.
+    """Return whether an open object has this size and time, by the answer to its opening.
 
     That answer has whole seconds, and a list may have fractions of them.
     """

@@ -43,7 +43,7 @@ MAX_FOLDERS = 200_000
 
 
 def _nothing() -> None:
-    """Does nothing: the default callback of a wait that is never interrupted."""
+    """Do nothing: the default callback of a wait that is never interrupted."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class SourceFile:
         return self.field, self.uri, self.relative, size_bytes, self.modified_ns, self.upload_uid
 
     def corrupt(self, why: str) -> InvalidArgument:
-        """Returns the error for content that cannot be imported; `why` is a sentence about the file."""
+        """Return the error for content that cannot be imported; `why` is a sentence about the file."""
         return InvalidArgument(
             f"{self.field}: {self.uri} cannot be imported: {why}",
             reason="CORRUPT_SOURCE",
@@ -90,7 +90,7 @@ class SourceFile:
         )
 
     def wait_until_whole(self) -> None:
-        """Waits until an upload is complete and checks its digest, for readers that seek.
+        """Wait until an upload is complete and check its digest, for readers that seek.
 
         Reads the upload once from its first byte to its last. Later reads are compared with these bytes. Other files
         are always complete.
@@ -131,7 +131,7 @@ class SourceFiles:
         self._pins: list[PinnedBlocks] = []
 
     def keep_pins(self, folder: str) -> None:
-        """Writes the pins of the uploads below `folder`, from where copies of their files in other processes read them.
+        """Write the pins of the uploads below `folder`, from where copies of their files in other processes read them.
 
         Call it once all sources are open. Few pins travel with the copies.
         """
@@ -141,7 +141,7 @@ class SourceFiles:
 
     @contextmanager
     def kept_pins(self, folder: str) -> Iterator[None]:
-        """Keeps the pins of the uploads that are open so far below `folder`, until the body ends."""
+        """Keep the pins of the uploads that are open so far below `folder`, until the body ends."""
         self.keep_pins(folder)
         try:
             yield
@@ -154,7 +154,7 @@ class SourceFiles:
                     self._stores.store.delete_folder(folder)
 
     def find(self, field: str, uri: str) -> SourceFile:
-        """Returns the one named file.
+        """Return the one named file.
 
         Raises `NotFound`, or `InvalidArgument` if it may not be read.
         """
@@ -168,7 +168,7 @@ class SourceFiles:
         return self._file(field, uri, str(source.path), "")
 
     def find_all(self, field: str, uri: str, most: int = MAX_FILES) -> list[SourceFile]:
-        """Returns all named files, in the byte order of their names.
+        """Return all named files, in the byte order of their names.
 
         Raises the errors of `find`, and `InvalidArgument` for more than `most` files.
         """
@@ -198,7 +198,7 @@ class SourceFiles:
     def _walk(
         self, field: str, uri: str, entries: Lister, base: str, glob: Glob, most: int
     ) -> list[tuple[str, str, tuple[int, int]]]:
-        """Returns (path, path relative to `base`, size and time of modification) of the matching files, sorted."""
+        """Return (path, path relative to `base`, size and time of modification) of the matching files, sorted."""
         found: list[tuple[str, str, tuple[int, int]]] = []
         waiting = [("", 0)]
         folders = 0
@@ -389,12 +389,12 @@ class _UploadFile:
 
 @cache
 def _opened_once(settings: StoreSettings) -> ObjectStore:
-    """Opens the store, once in a process."""
+    """Open the store, once in a process."""
     return open_store(settings)
 
 
 def s3_of(store: ObjectStore) -> fs.FileSystem | None:
-    """Returns the S3 endpoint of an `s3://` store, from which sources may come; None for a `file://` store."""
+    """Return the S3 endpoint of an `s3://` store, from which sources may come; None for a `file://` store."""
     filesystem: Any = store.filesystem()
     return filesystem.base_fs if isinstance(filesystem.base_fs, fs.S3FileSystem) else None
 

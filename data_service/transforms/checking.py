@@ -43,7 +43,7 @@ FIELD = "transform"
 
 
 def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Collection[str]) -> None:
-    """Raises `InvalidArgument` naming the step, column or split that does not fit the source.
+    """Raise `InvalidArgument` naming the step, column or split that does not fit the source.
 
     `custom_allowed` are the functions that custom steps may name. `spec` has passed `transform_spec.check`.
     """
@@ -65,7 +65,7 @@ def check_transform(spec: TransformSpec, source: Manifest, custom_allowed: Colle
 
 
 def remaining(schema: Schema, rule: SplitRule | None) -> Schema:
-    """Returns the columns that the steps see; raises `InvalidArgument` if the rule leaves none."""
+    """Return the columns that the steps see; raise `InvalidArgument` if the rule leaves none."""
     left = {name: one for name, one in schema.items() if name not in taken_away(rule)}
     if not left:
         raise invalid_field("splits.column.column", taken_away(rule)[0], "it is the only column, and is taken away")
@@ -73,7 +73,7 @@ def remaining(schema: Schema, rule: SplitRule | None) -> Schema:
 
 
 def output_schema(pipeline: Pipeline, schema: Schema) -> pa.Schema:
-    """Returns the new version's logical columns.
+    """Return the new version's logical columns.
 
     If a step's shape is not fitted yet, a shape of one element stands in. Raises `InvalidArgument` naming the step that
     does not fit, or the column that a version cannot have.
@@ -88,7 +88,7 @@ def output_schema(pipeline: Pipeline, schema: Schema) -> pa.Schema:
 
 
 def known_splits(rule: SplitRule | None, source: Manifest) -> list[str] | None:
-    """Returns the splits in the order of their row ids; None if they depend on the rows."""
+    """Return the splits in the order of their row ids; None if they depend on the rows."""
     if rule is None:
         return [split.name for split in source.splits]
     return None if isinstance(rule, ColumnSplit) else split_order(rule, [])
@@ -105,7 +105,7 @@ def _refuse_augmentations(pipeline: Pipeline) -> None:
 
 
 def _with_fitted_lengths(pipeline: Pipeline, schema: Schema) -> Schema:
-    """Returns the output as if each unfitted one_hot_encode had found one category."""
+    """Return the output as if each unfitted one_hot_encode had found one category."""
     stand_ins = [
         replace(step, categories=("0",)) if isinstance(step, OneHotEncode) and not step.fitted else step
         for step in pipeline.steps
@@ -141,7 +141,7 @@ class Preparation:
 
 
 def preparation(content: CheckpointContent, source: Manifest, source_name: str) -> Preparation:
-    """Returns the checkpoint's steps that the version's rows have not passed yet, as in serving.
+    """Return the checkpoint's steps that the version's rows have not passed yet, as in serving.
 
     Raises `FailedPrecondition` if the rows passed other steps, and `InvalidArgument` naming each column that is missing
     or of another type, or a step that does not fit.
@@ -167,12 +167,12 @@ def preparation(content: CheckpointContent, source: Manifest, source_name: str) 
 
 
 def chained(transforms: Iterable[Mapping[str, Any]]) -> Pipeline:
-    """Concatenates frozen `Transform`s, given as JSON."""
+    """Concatenate frozen `Transform`s, given as JSON."""
     return reduce(Pipeline.then, map(Pipeline.from_config, transforms), Pipeline([]))
 
 
 def _place_behind(chain: Sequence[Step], gone: Sequence[Step], source_name: str) -> int:
-    """Returns the index of the first step in `chain` that is still to do, after the steps `gone`.
+    """Return the index of the first step in `chain` that is still to do, after the steps `gone`.
 
     Those of `gone` that change values must be the first such steps of the chain, with equal fitted values.
     """
@@ -254,7 +254,7 @@ class PredictionColumns:
         return {self.fields[PREDICTION].name: list(self.class_names)} if has_names else {}
 
     def arrays(self, outputs: Sequence[Array]) -> list[pa.Array]:
-        """Returns an array of B values for each column.
+        """Return an array of B values for each column.
 
         `outputs` are those of `LoadedModel` for B rows.
         """
@@ -282,7 +282,7 @@ def _regression(outputs: Sequence[Array]) -> dict[str, pa.Array]:
 
 
 def prediction_columns(spec: PredictSpec, content: CheckpointContent) -> PredictionColumns:
-    """Returns the prediction columns; raises `InvalidArgument` for an output that the model lacks."""
+    """Return the prediction columns; raise `InvalidArgument` for an output that the model lacks."""
     there = _fields(spec.column_prefix, content)
     for index, name in enumerate(spec.outputs):
         if name not in there:
@@ -324,7 +324,7 @@ class NewColumns:
 
 
 def new_columns(spec: PredictSpec, source: Manifest, content: CheckpointContent) -> NewColumns:
-    """Returns the columns of the new version.
+    """Return the columns of the new version.
 
     Raises `InvalidArgument` for an unknown column, an output that the model lacks, and a prediction whose name is
     taken.
@@ -334,7 +334,7 @@ def new_columns(spec: PredictSpec, source: Manifest, content: CheckpointContent)
 
 
 def kept_columns(spec: PredictSpec, source: Manifest) -> list[str]:
-    """Returns the columns kept from the source; raises `InvalidArgument` for an unknown one."""
+    """Return the columns kept from the source; raise `InvalidArgument` for an unknown one."""
     there = [column.name for column in source.columns]
     for index, name in enumerate(spec.columns):
         if name not in there:
@@ -343,7 +343,7 @@ def kept_columns(spec: PredictSpec, source: Manifest) -> list[str]:
 
 
 def columns_with(spec: PredictSpec, source: Manifest, predictions: PredictionColumns) -> NewColumns:
-    """Returns the columns of the new version; raises as `new_columns` does."""
+    """Return the columns of the new version; raise as `new_columns` does."""
     there = {column.name: column for column in source.columns}
     kept = kept_columns(spec, source)
     _refuse_taken(kept, predictions)
@@ -368,7 +368,7 @@ def _refuse_taken(kept: Sequence[str], predictions: PredictionColumns) -> None:
 def _chain(
     transforms: Sequence[Mapping[str, Any]], predictions: Sequence[str], columns: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Returns the transforms of the new version.
+    """Return the transforms of the new version.
 
     They are the source's, which let predictions pass as if they had been ingested, followed by a selection of the new
     version's `columns`. A model trained on predictions expects them in its requests.
@@ -389,7 +389,7 @@ def _passing(step: dict[str, Any], predictions: Sequence[str]) -> dict[str, Any]
 def _check_chain(
     spec: PredictSpec, ingested: Sequence[Column], chain: Sequence[Mapping[str, Any]], predictions: Sequence[str]
 ) -> None:
-    """Refuses a prediction's name that a column dropped or renamed since ingest had."""
+    """Refuse a prediction's name that a column dropped or renamed since ingest had."""
     names = [column.name for column in ingested]
     remedy = "was the name of another column since ingest; set column_prefix, or another one"
     for name in predictions:
@@ -408,7 +408,7 @@ def _check_chain(
 
 
 def found_checkpoint(store: ObjectStore, asked: CheckpointRef) -> CheckpointRef:
-    """Finds the checkpoint.
+    """Find the checkpoint.
 
     Raises the errors of `resolve`, and `FailedPrecondition` if it does not have the requested digest.
     """
@@ -432,7 +432,7 @@ def check_predict(
     custom_allowed: Collection[str],
     own_code: OwnCode,
 ) -> None:
-    """Raises the errors that `PredictVersion` documents.
+    """Raise the errors that `PredictVersion` documents.
 
     `custom_allowed` are the functions that custom steps may name, `own_code` says whether a user's own code may run,
     for a model or a program's predictor. `spec` has passed `predict_spec.check`.

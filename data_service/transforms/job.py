@@ -56,7 +56,7 @@ from shared.transforms.steps.images import image_columns
 
 
 def run_transform(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
-    """Runs a transform and returns the manifest's name; the job's entry point.
+    """Run a transform and return the manifest's name; the job's entry point.
 
     The job's spec is `{"transform": TransformSpec}`.
 
@@ -71,7 +71,7 @@ def run_transform(context: AttemptContext, run_parts: PartRunner = run_on_ray) -
 
 
 def load_source(store: ObjectStore, name: str, sha256: str) -> DatasetVersion:
-    """Loads the version that a job reads.
+    """Load the version that a job reads.
 
     Its manifest must have the digest `sha256`, if given. Raises the errors of `load_version`, and `FailedPrecondition`
     if the name now belongs to another version.
@@ -129,7 +129,7 @@ class _Transform:
         return outcome.commit(self._context.store, self._folder)
 
     def _fit(self) -> None:
-        """Fits the steps, in one or more passes.
+        """Fit the steps, in one or more passes.
 
         Each pass fits the steps that depend on no unfitted step.
         """
@@ -148,7 +148,7 @@ class _Transform:
             passes += 1
 
     def _columns_to_fit(self, fitter: Fitter) -> list[str]:
-        """Returns the source columns that the steps fitted in this pass need."""
+        """Return the source columns that the steps fitted in this pass need."""
         needed: set[str] = set()
         for index in fitter.fitting_steps:
             before = self._pipeline.with_steps(self._pipeline.steps[:index])
@@ -166,7 +166,7 @@ class _Transform:
     def _counts(
         self, parts: list[PartitionRange], schema: pa.Schema, checks: RowChecks, repeats: Repeats | None
     ) -> list[Counter[str]]:
-        """Returns how many rows each part has for each split.
+        """Return how many rows each part has for each split.
 
         Raises `FailedPrecondition` for a failing check.
         """
@@ -189,7 +189,7 @@ class _Transform:
         return counts
 
     def _judging(self, schema: pa.Schema, checks: RowChecks) -> RowTransformer:
-        """Returns a maker of only the columns that row checks read."""
+        """Return a maker of only the columns that row checks read."""
         columns = {check.column for check in checks.checks if check.is_of_rows}
         return self._maker(schema, columns)
 
@@ -209,7 +209,7 @@ class _Transform:
         return self._passes.over(phase, work, parts, foreign_code=self._pipeline.has_custom, kept=kept)
 
     def _kept(self, name: str, repeats: Repeats | None = None) -> KeptPass:
-        """Describes a pass, so that later attempts take over the results that depend on the same."""
+        """Describe a pass, so that later attempts take over the results that depend on the same."""
         ordinals = {} if repeats is None else repeats.ordinals
         depends_on = {
             "job": [self._context.job.uid, self._context.job.spec],
@@ -243,7 +243,7 @@ def impure(part: PartitionRange) -> FailedPrecondition:
 def lay_out(
     rule: SplitRule | None, source: Sequence[Split], parts: Sequence[PartitionRange], counts: Sequence[Counter[str]]
 ) -> tuple[list[SplitRange], list[PartitionRange]]:
-    """Assigns id ranges to the splits, and first row ids to the parts.
+    """Assign id ranges to the splits, and first row ids to the parts.
 
     `counts[i]` has the rows of part i, by split. Raises `FailedPrecondition` for a split without rows.
     """
@@ -301,7 +301,7 @@ class Gathered:
         self._bad_rows.add(part.number, written.bad_rows)
 
     def bad_rows(self) -> BadRowLog:
-        """Returns the rows left out of all parts, in row order."""
+        """Return the rows left out of all parts, in row order."""
         return self._bad_rows.merged(self._scratch / "quarantine.jsonl")
 
 
@@ -331,7 +331,7 @@ class Outcome:
         self._gathered.add(part, written)
 
     def commit(self, store: ObjectStore, folder: str) -> dict[str, Any]:
-        """Commits the version and returns the job's result.
+        """Commit the version and return the job's result.
 
         Raises `FailedPrecondition` for a failing check.
         """
@@ -357,7 +357,7 @@ class Outcome:
         )
 
     def _frozen(self) -> dict[str, Any]:
-        """Returns the pipeline's config as the manifest keeps it.
+        """Return the pipeline's config as the manifest keeps it.
 
         A column that the split rule consumed is dropped by a step of its own. Otherwise the chain since ingest would
         still have it.
@@ -367,7 +367,7 @@ class Outcome:
         return first.then(self._pipeline).config
 
     def _parent_report(self, store: ObjectStore) -> Mapping[str, Any] | None:
-        """Returns the source's report, or None if no check compares with it."""
+        """Return the source's report, or None if no check compares with it."""
         attached = self._source.manifest.attachment(REPORT)
         if attached is None or not any(isinstance(check.condition, Drift) for check in self._checks):
             return None
@@ -392,7 +392,7 @@ ValueNames = Mapping[str, list[str]]
 
 
 def value_names(given: ValueNames, pipeline: Pipeline) -> dict[str, list[str]]:
-    """Returns the value names after the steps.
+    """Return the value names after the steps.
 
     `given` are those before the steps. A column whose numbers were changed loses its names.
     """

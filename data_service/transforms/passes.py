@@ -81,7 +81,7 @@ class PartitionRange:
 def plan_parts(
     reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), min_bytes: int = 0
 ) -> list[PartitionRange]:
-    """Divides a version into parts.
+    """Divide a version into parts.
 
     `output` has the columns of the work's results; `splits` empty: all. `min_bytes` is the minimum size of a part, 0
     for that of a transform.
@@ -92,7 +92,7 @@ def plan_parts(
 def parts_of(
     reader: VersionReader, output: pa.Schema, splits: Sequence[str] = (), min_bytes: int = 0
 ) -> Iterator[PartitionRange]:
-    """Yields the parts of `plan_parts`, each when it is asked for: the first ones cost the same in any version."""
+    """Yield the parts of `plan_parts`, each when it is asked for: the first ones cost the same in any version."""
     wanted = [split for split in reader.version.manifest.splits if not splits or split.name in splits]
     widths = _WorkWidths(reader, output)
     max_bytes = min(MAX_PART_BYTES, max(min_bytes or MIN_PART_BYTES, widths.total_bytes(wanted) // WANTED_PARTS))
@@ -104,7 +104,7 @@ def parts_of(
 
 
 def _packed(pages: Iterable[tuple[RowGroups, Ints]], max_bytes: int) -> Iterator[RowGroups]:
-    """Yields runs of groups of at most `max_bytes`, of one group at least.
+    """Yield runs of groups of at most `max_bytes`, of one group at least.
 
     The groups come page by page, with the bytes of each group.
     """
@@ -138,7 +138,7 @@ class _WorkWidths:
         self._is_fixed = None not in widths
 
     def groups_of(self, split: Split) -> Iterator[tuple[RowGroups, Ints]]:
-        """Yields the row groups of a split, page by page, with the bytes of each."""
+        """Yield the row groups of a split, page by page, with the bytes of each."""
         end_row_id = split.first_row_id + split.row_count
         for page, groups in self._reader.files.row_groups_by_page(split.first_row_id, end_row_id):
             group_counts = np.diff(groups.file_starts, append=len(groups))
@@ -146,7 +146,7 @@ class _WorkWidths:
             yield groups, groups.row_counts * np.repeat(widths, group_counts)
 
     def total_bytes(self, splits: Sequence[Split]) -> int:
-        """Returns the bytes of these splits, or a smaller number that is enough for parts of `MAX_PART_BYTES`."""
+        """Return the bytes of these splits, or a smaller number that is enough for parts of `MAX_PART_BYTES`."""
         rows = sum(split.row_count for split in splits)
         if self._is_fixed:
             return rows * self._fixed
@@ -158,7 +158,7 @@ class _WorkWidths:
         return sum(int(group_bytes.sum()) for split in splits for _, group_bytes in self.groups_of(split))
 
     def _of(self, page: FilePage) -> Ints:
-        """Returns the bytes per row of each file of the page."""
+        """Return the bytes per row of each file of the page."""
         if self._is_fixed:
             return np.full(len(page), self._fixed)
         return np.maximum(COMPRESSION * page.size_bytes // np.maximum(page.row_counts, 1), self._fixed)
@@ -226,7 +226,7 @@ class RowMaker(Protocol):
     def schema(self) -> pa.Schema: ...
 
     def rows(self, part: PartitionRange) -> Iterator[TransformedRows]:
-        """Yields the rows in the order of their ids.
+        """Yield the rows in the order of their ids.
 
         Raises the errors of `VersionRows.divided`, and `InvalidArgument` naming a row.
         """
@@ -336,7 +336,7 @@ RESULTS = ResultFormat(
 
 
 def files_of(result: object) -> list[str]:
-    """Returns the paths of a result's data files, relative to the attempt's folder."""
+    """Return the paths of a result's data files, relative to the attempt's folder."""
     return [file.path for file in result.files] if isinstance(result, Written) else []
 
 
@@ -445,7 +445,7 @@ T = TypeVar("T")
 
 
 def batch_rows(pipeline: Pipeline, schema: pa.Schema, made: pa.Schema) -> int:
-    """Returns the number of rows to process at a time."""
+    """Return the number of rows to process at a time."""
     if any(isinstance(step, DecodeImage) for step in pipeline.steps):
         return DECODED_BATCH_ROWS
     widths = [row_bytes(schema), row_bytes(made)]
@@ -464,7 +464,7 @@ class SplitRows:
     row_ids: NDArray[np.int64]
 
     def apply_to_rows(self, work: Callable[[Batch], T]) -> T:
-        """Applies `work`, steps that work row by row, to the rows.
+        """Apply `work`, steps that work row by row, to the rows.
 
         Raises the steps' errors, but with row ids.
         """
@@ -481,7 +481,7 @@ class SplitRows:
             raise rows._named(error) from error
 
     def few_pixels(self, images: Sequence[str]) -> Iterator[SplitRows]:
-        """Splits the rows into pieces whose images may be decoded together.
+        """Split the rows into pieces whose images may be decoded together.
 
         `images` are the columns with images.
         """
@@ -492,7 +492,7 @@ class SplitRows:
             yield self._slice(begin, end)
 
     def _smallest_refused(self, work: Callable[[Batch], object]) -> SplitRows:
-        """Halves the rows repeatedly to find the first row that `work` refuses."""
+        """Halve the rows repeatedly to find the first row that `work` refuses."""
         half = len(self.row_ids) // 2
         if not half:
             return self
@@ -535,7 +535,7 @@ class VersionRows:
     images: tuple[str, ...] = ()
 
     def divided(self, part: PartitionRange, columns: Sequence[str]) -> Iterator[SplitRows]:
-        """Yields the part's rows with the named columns, by split.
+        """Yield the part's rows with the named columns, by split.
 
         Raises `InvalidArgument` for a row without a split, `DataLoss` for a damaged source.
         """
@@ -573,7 +573,7 @@ class VersionRows:
     def _together(
         self, reader: VersionReader, groups: Sequence[RowGroup], columns: Sequence[str]
     ) -> Iterator[list[RowGroup]]:
-        """Yields the groups to read together, at least one at a time.
+        """Yield the groups to read together, at least one at a time.
 
         A read costs the same few milliseconds, however small, so it covers several batches if rows are wider after the
         work than before.
@@ -604,7 +604,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 @contextmanager
 def ended_in_time(steps: Iterable[Step]) -> Iterator[None]:
-    """Ends this process if a custom function hangs outside Python.
+    """End this process if a custom function hangs outside Python.
 
     The function's own timeout works only while Python can interrupt it.
     """
@@ -639,7 +639,7 @@ class StepChain:
 
     @classmethod
     def towards(cls, pipeline: Pipeline, schema: Schema, outputs: Collection[str] | None) -> StepChain:
-        """Returns the chain that computes `outputs` (None: all) and the remaining rows."""
+        """Return the chain that computes `outputs` (None: all) and the remaining rows."""
         schemas = [schema]
         for step in pipeline.steps:
             schemas.append(step.output(schemas[-1]))
@@ -648,7 +648,7 @@ class StepChain:
         return cls(sliced(pipeline.steps, [{name: schema[name] for name in reads}, *schemas[1:]], needed), reads)
 
     def apply(self, batch: Batch) -> tuple[Batch, NDArray[np.intp] | None]:
-        """Returns the remaining rows and their indices in `batch`, None if all remain.
+        """Return the remaining rows and their indices in `batch`, None if all remain.
 
         Raises the errors of `Pipeline`.
         """

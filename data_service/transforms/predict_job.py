@@ -85,7 +85,7 @@ COUNTED_ROWS = 256
 
 
 def run_predict(context: AttemptContext, run_parts: PartRunner = run_on_ray) -> dict[str, Any]:
-    """Runs a prediction and returns the manifest's name; the job's entry point.
+    """Run a prediction and return the manifest's name; the job's entry point.
 
     The job's spec is `{"predict": PredictSpec}`. Raises `InvalidArgument` (a step cannot process a row, named by its
     id, or too many rows), `FailedPrecondition` (the source is not the requested one, a split without rows, a model that
@@ -219,7 +219,7 @@ class _Predict:
         )
 
     def _counts(self, parts: list[PartitionRange]) -> list[Counter[str]]:
-        """Returns how many rows remain of each part.
+        """Return how many rows remain of each part.
 
         Raises `InvalidArgument` if there are more bad rows than allowed.
         """
@@ -307,7 +307,7 @@ class Preparer:
                 yield self._without_bad_rows(rows, made)
 
     def _prepare(self, batch: Batch) -> tuple[Array, dict[int, BadRow]]:
-        """Returns the model's input, and the rows with a NaN or an infinity in it.
+        """Return the model's input, and the rows with a NaN or an infinity in it.
 
         Serving refuses such rows, too. Unless bad rows are left out, the first of them raises a `RowError`.
         """
@@ -324,7 +324,7 @@ class Preparer:
         return made, bad
 
     def _without_bad_rows(self, rows: SplitRows, made: Sequence[tuple[Array, dict[int, BadRow]]]) -> PreparedRows:
-        """Removes the bad rows.
+        """Remove the bad rows.
 
         `made` has the results of `_prepare` for consecutive pieces of the rows.
         """
@@ -344,7 +344,7 @@ class Preparer:
         return PreparedRows(where(rows, good), prepared[good], left_out)
 
     def _one_by_one(self, rows: SplitRows) -> PreparedRows:
-        """Prepares each row by itself, since a row's result does not depend on the others."""
+        """Prepare each row by itself, since a row's result does not depend on the others."""
         good = np.zeros(len(rows.row_ids), np.bool_)
         prepared: list[Array] = []
         left_out: list[LeftOut] = []
@@ -436,7 +436,7 @@ def _fitting(run: LoadedModel, prepared: Array) -> Sequence[NDArray[np.generic]]
 
 
 def set_threads(threads: int) -> None:
-    """Sets torch's thread count for each part, since OpenMP keeps it per calling thread.
+    """Set torch's thread count for each part, since OpenMP keeps it per calling thread.
 
     The last bits of outputs depend on it.
     """
@@ -575,13 +575,13 @@ class OutputColumns(PredictionColumns):
     outputs: Sequence[DeclaredTensor] = ()
 
     def arrays(self, outputs: Sequence[Array]) -> list[pa.Array]:
-        """Returns an array of B values for each column; `outputs` are those of `BundlePredictor.predict`."""
+        """Return an array of B values for each column; `outputs` are those of `BundlePredictor.predict`."""
         by_name = {output.name: array for output, array in zip(self.outputs, outputs, strict=True)}
         return [_column(by_name[name], field.type) for name, field in self.fields.items()]
 
 
 def output_columns(spec: PredictSpec, declared: Sequence[DeclaredTensor]) -> OutputColumns:
-    """Raises `InvalidArgument` for an output that the predictor lacks, or that no version can keep as a column."""
+    """Raise `InvalidArgument` for an output that the predictor lacks, or that no version can keep as a column."""
     there = {one.name: one for one in declared}
     for index, name in enumerate(spec.outputs):
         if name not in there:

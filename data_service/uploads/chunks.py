@@ -53,24 +53,24 @@ class ChunkChain:
         return self._blocks
 
     def extend(self, size_bytes: int) -> None:
-        """Appends the chunk at `end`, with `size_bytes` bytes."""
+        """Append the chunk at `end`, with `size_bytes` bytes."""
         key = self.key(self.end)
         for start in range(0, size_bytes, BLOCK_BYTES):
             length = min(BLOCK_BYTES, size_bytes - start)
             self.add(Block(key, self.end, start, length, whole=length == size_bytes))
 
     def add(self, block: Block) -> None:
-        """Appends the block, which begins at `end`."""
+        """Append the block, which begins at `end`."""
         self._blocks.append(block)
         self._offsets.append(block.offset)
         self.end += block.length
 
     def block_index(self, offset: int) -> int:
-        """Returns the index of the block with the byte at `offset`, which must be below `end`."""
+        """Return the index of the block with the byte at `offset`, which must be below `end`."""
         return bisect_right(self._offsets, offset) - 1
 
     def between(self, start: int, stop: int) -> Iterator[Block]:
-        """Yields the blocks with these bytes; the first and last may be partial."""
+        """Yield the blocks with these bytes; the first and last may be partial."""
         if start >= stop:
             return
         for block in self._blocks[self.block_index(start) : self.block_index(stop - 1) + 1]:
@@ -82,7 +82,7 @@ class ChunkChain:
 
 
 def chain_of_blocks(prefix: str, blocks: Iterable[Block]) -> ChunkChain:
-    """Builds the chain of known blocks, in any order; those after a gap are left out."""
+    """Build the chain of known blocks, in any order; those after a gap are left out."""
     chain = ChunkChain(prefix)
     for block in sorted(blocks, key=lambda block: block.offset):
         if block.offset != chain.end:
@@ -92,7 +92,7 @@ def chain_of_blocks(prefix: str, blocks: Iterable[Block]) -> ChunkChain:
 
 
 def chain_of(prefix: str, sizes: Iterable[tuple[int, int]]) -> ChunkChain:
-    """Builds the chain of the given objects.
+    """Build the chain of the given objects.
 
     `sizes` are (offset, bytes) of the existing objects, in any order; those after a gap, or within another chunk, are
     left out.
@@ -109,7 +109,7 @@ def stored_chain(store: ObjectStore, prefix: str) -> ChunkChain:
 
 
 def read_block(store: ObjectStore, block: Block) -> bytes:
-    """Reads a block; raises `DataLoss` if the chunk is missing or shorter than before."""
+    """Read a block; raise `DataLoss` if the chunk is missing or shorter than before."""
     try:
         if not block.whole:
             return store.get_range(block.key, block.start, block.length)
@@ -151,7 +151,7 @@ class BlocksAhead:
         self._last_index = -1
 
     def read(self, blocks: Sequence[Block], index: int) -> tuple[bytes, int]:
-        """Returns the bytes of `blocks[index]` and their CRC32C; raises the errors of `read_block`."""
+        """Return the bytes of `blocks[index]` and their CRC32C; raise the errors of `read_block`."""
         ahead = BLOCKS_AHEAD if index in (self._last_index, self._last_index + 1) else 0
         self._last_index = index
         for one in range(index, min(index + ahead + 1, len(blocks))):
@@ -164,7 +164,7 @@ class BlocksAhead:
         return self._kept[index].result()
 
     def clear(self) -> None:
-        """Clears the cache, because the blocks have changed."""
+        """Clear the cache, because the blocks have changed."""
         self._kept.clear()
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class BlocksAhead:
 
 
 def read_ahead(store: ObjectStore, blocks: Iterable[Block]) -> Generator[bytes]:
-    """Yields the bytes of each block, in order, while `BLOCKS_AHEAD` more are fetched.
+    """Yield the bytes of each block, in order, while `BLOCKS_AHEAD` more are fetched.
 
     Raises the errors of `read_block`.
     """
@@ -256,19 +256,19 @@ class KeptDigests:
         self._kept: OrderedDict[str, tuple[str, RunningDigest]] = OrderedDict()
 
     def get(self, uid: str, objects: str = "") -> RunningDigest:
-        """Returns a copy of the cached digest; an empty digest if there is none."""
+        """Return a copy of the cached digest; an empty digest if there is none."""
         with self._lock:
             of, kept = self._kept.get(uid, ("", None))
             return kept.copy() if kept and of == objects else RunningDigest.empty()
 
     def hashed_size(self, uid: str) -> int:
-        """Returns the number of bytes from 0 that the cached digest covers."""
+        """Return the number of bytes from 0 that the cached digest covers."""
         with self._lock:
             _, kept = self._kept.get(uid, ("", None))
             return kept.end if kept else 0
 
     def keep(self, uid: str, digest: RunningDigest, objects: str = "") -> None:
-        """Caches a digest, unless a longer one of the same objects is cached."""
+        """Cache a digest, unless a longer one of the same objects is cached."""
         with self._lock:
             of, kept = self._kept.get(uid, ("", None))
             if kept is None or of != objects or kept.end < digest.end:
@@ -283,7 +283,7 @@ class KeptDigests:
 
 
 def catch_up(store: ObjectStore, chain: ChunkChain, digest: RunningDigest, end: int) -> None:
-    """Updates the digest with the bytes up to `end`; raises `DataLoss` if some are missing."""
+    """Update the digest with the bytes up to `end`; raise `DataLoss` if some are missing."""
     for block in chain.between(digest.end, end):
         digest.update(read_block(store, block))
 
@@ -296,7 +296,7 @@ def digest_of(
     objects: str = "",
     given_up: Callable[[], bool] = lambda: False,
 ) -> RunningDigest:
-    """Returns the digest of the whole chain.
+    """Return the digest of the whole chain.
 
     Continues the cached digest. Each block that is read updates the cache, so that another call continues where this
     one failed. Raises `DataLoss` if bytes are missing, and `Cancelled` at the next block once `given_up` returns True.

@@ -105,14 +105,14 @@ def log_of(store: ObjectStore, name: str) -> ResourceLog:
 
 
 def find_upload(store: ObjectStore, name: str) -> UploadRecord | None:
-    """Returns the upload; None if it never existed, or was deleted."""
+    """Return the upload; None if it never existed, or was deleted."""
     record = log_of(store, name).head()
     upload = UploadRecord.from_state(record.state) if record else None
     return None if upload is None or upload.state is UploadState.GONE else upload
 
 
 def get_upload(store: ObjectStore, name: str, field: str = "name") -> UploadRecord:
-    """Returns the upload; raises `InvalidArgument` naming `field`, and `NotFound`."""
+    """Return the upload; raise `InvalidArgument` naming `field`, and `NotFound`."""
     names.parse(field, name, NAME_PATTERN)
     upload = find_upload(store, name)
     if upload is None:
@@ -121,7 +121,7 @@ def get_upload(store: ObjectStore, name: str, field: str = "name") -> UploadReco
 
 
 def transition(store: ObjectStore, name: str, decide: Callable[[UploadRecord], UploadRecord]) -> UploadRecord:
-    """Appends the state that `decide` returns for the newest; nothing if it returns the same object."""
+    """Append the state that `decide` returns for the newest; nothing if it returns the same object."""
 
     def step(record: Record | None) -> State | None:
         assert record is not None
@@ -135,7 +135,7 @@ def transition(store: ObjectStore, name: str, decide: Callable[[UploadRecord], U
 
 
 def may_end(name: str) -> Unavailable:
-    """Returns the error for an upload whose removal is not settled yet."""
+    """Return the error for an upload whose removal is not settled yet."""
     return Unavailable(
         f"{name} is being aborted, unless an import reads it; try again, it is known in a moment",
         reason="UPLOAD_ENDING",
@@ -175,7 +175,7 @@ def as_it_is(store: ObjectStore, record: UploadRecord) -> Upload:
 
 
 def has_expired(store: ObjectStore, record: UploadRecord, now: float) -> bool:
-    """Returns whether an OPEN or COMMITTED upload has expired.
+    """Return whether an OPEN or COMMITTED upload has expired.
 
     The chunks of a recent one are not listed.
     """
@@ -190,7 +190,7 @@ JOB_IS_COMING_S = 60.0
 
 
 def mark_used(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> None:
-    """Keeps the upload while the job `uid`, of this kind and in this folder, is not final.
+    """Keep the upload while the job `uid`, of this kind and in this folder, is not final.
 
     Call it before the job is created. Raises `NotFound` if the upload was deleted, and `Unavailable` while it is being
     aborted, which may still be refused.
@@ -207,7 +207,7 @@ def mark_used(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -
 
 @contextmanager
 def using(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> Iterator[None]:
-    """Marks the upload like `mark_used`, while the body creates the job.
+    """Mark the upload like `mark_used`, while the body creates the job.
 
     The marker is removed if the body is refused.
     """
@@ -226,12 +226,12 @@ def using(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> It
 
 
 def unmark(store: ObjectStore, name: str, kind: str, uid: str) -> None:
-    """Removes a marker; a missing one is no error."""
+    """Remove a marker; a missing one is no error."""
     store.delete(_key(name, kind, uid))
 
 
 def live_references(store: ObjectStore, name: str) -> list[str]:
-    """Returns the names of the live jobs that read the upload; removes outdated markers."""
+    """Return the names of the live jobs that read the upload; remove outdated markers."""
     references = []
     for info in store.list(f"{name}/users"):
         kind, _, uid = info.key.rsplit("/", 1)[-1].removesuffix(".json").rpartition("-")
@@ -253,7 +253,7 @@ def live_references(store: ObjectStore, name: str) -> list[str]:
 
 
 def _let_go(store: ObjectStore, name: str, kind: str, uid: str, folder: str) -> None:
-    """Removes the marker of a refused call, unless an equal call has created the job.
+    """Remove the marker of a refused call, unless an equal call has created the job.
 
     The creator of the job marks the upload again afterwards, so one of both sees the other.
     """
@@ -306,7 +306,7 @@ class PinnedBlocks:
         self._kept: tuple[str, str] | None = None
 
     def holds(self, block: Block, crc32c: int) -> bool:
-        """Returns whether the block is unchanged.
+        """Return whether the block is unchanged.
 
         A first read pins it, until the whole upload was verified.
         """
@@ -317,12 +317,12 @@ class PinnedBlocks:
         return pinned is not None and (pinned.length, pinned_crc32c) == (block.length, crc32c)
 
     def fit(self, chain: ChunkChain) -> bool:
-        """Returns whether all pinned blocks are unchanged in the chain."""
+        """Return whether all pinned blocks are unchanged in the chain."""
         there = {(block.key, block.start): block.length for block in chain.blocks}
         return all(there.get(place) == block.length for place, (block, _) in self._known.items())
 
     def chain(self, prefix: str) -> ChunkChain | None:
-        """Returns the chunks with this prefix of an upload that was verified; None if they have to be listed."""
+        """Return the chunks with this prefix of an upload that was verified; None if they have to be listed."""
         if not self._proven:
             return None
         if self._chain is None:
@@ -331,7 +331,7 @@ class PinnedBlocks:
         return self._chain if self._chain.prefix == prefix else None
 
     def keep(self, store: ObjectStore, key: str) -> None:
-        """Writes the pins as an object, unless they are few. Later pins are not in it."""
+        """Write the pins as an object, unless they are few. Later pins are not in it."""
         if len(self._known) <= FEW_BLOCKS:
             return
         blocks = [
@@ -343,11 +343,11 @@ class PinnedBlocks:
         self._kept = key, hashlib.sha256(data).hexdigest()
 
     def forget_kept(self) -> None:
-        """Has the pins travel again: the object that `keep` wrote is about to go."""
+        """Have the pins travel again: the object that `keep` wrote is about to go."""
         self._kept = None
 
     def found(self, store: ObjectStore) -> PinnedBlocks:
-        """Returns these pins, or those that are kept in the store. Raises `DataLoss` and `Unavailable`."""
+        """Return these pins, or those that are kept in the store. Raises `DataLoss` and `Unavailable`."""
         if self._known or self._kept is None:
             return self
         return _kept_pins(store, *self._kept)
@@ -361,7 +361,7 @@ class PinnedBlocks:
         return self._proven
 
     def set_proven(self) -> None:
-        """Marks the upload as verified; further blocks are then refused.
+        """Mark the upload as verified; further blocks are then refused.
 
         All blocks were read in order and have the committed digest together.
         """
@@ -370,7 +370,7 @@ class PinnedBlocks:
 
 @lru_cache(maxsize=REMEMBERED)
 def _kept_pins(store: ObjectStore, key: str, sha256: str) -> PinnedBlocks:
-    """Returns the same pins for all parts that a process works on."""
+    """Return the same pins for all parts that a process works on."""
     try:
         data = store.get(key)
     except ObjectMissing:
@@ -407,7 +407,7 @@ def open_upload(
     uid: str = "",
     pins: PinnedBlocks | None = None,
 ) -> BinaryIO:
-    """Opens a seekable file of the upload's bytes; the caller must close it.
+    """Open a seekable file of the upload's bytes; the caller must close it.
 
     It needs only the store. While the upload is open, a read past the available bytes waits for more, and a seek from
     the end waits for the commit. `on_wait` is called before each poll of the store, and may raise to end the wait.
@@ -428,7 +428,7 @@ def open_upload(
 
 
 def verify(file: BinaryIO) -> None:
-    """Verifies a file of `open_upload` by reading the bytes that were not read in order.
+    """Verify a file of `open_upload` by reading the bytes that were not read in order.
 
     Raises `DataLoss` unless all bytes are the committed ones. Waits for the commit of an open upload.
     """
@@ -478,7 +478,7 @@ class _UploadFile(io.RawIOBase):
         return position
 
     def readinto(self, buffer: Any) -> int:
-        """Reads as many bytes as the next block has; 0 at the end."""
+        """Read as many bytes as the next block has; 0 at the end."""
         wanted = memoryview(buffer).cast("B")
         if not wanted:
             return 0
@@ -534,7 +534,7 @@ class _UploadFile(io.RawIOBase):
         return self._upload.size_bytes
 
     def _await_byte(self, offset: int) -> bool:
-        """Waits until the byte has arrived; returns False if the upload ends before it."""
+        """Wait until the byte has arrived; return False if the upload ends before it."""
         self._wait_until(lambda: self._committed or offset < self._chain.end)
         if not self._committed:
             return True
@@ -568,7 +568,7 @@ class _UploadFile(io.RawIOBase):
                 pause_s = min(2 * pause_s, LONGEST_POLL_S)
 
     def _poll(self) -> None:
-        """Checks for changes since the last poll: chunks, and the commit."""
+        """Check for changes since the last poll: chunks, and the commit."""
         grown = False
         while size_bytes := self._store.size(self._chain.key(self._chain.end)):
             self._chain.extend(size_bytes)

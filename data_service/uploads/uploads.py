@@ -88,7 +88,7 @@ class Uploads:
     def start(
         self, parent: str, upload_id: str, *, request_id: str, body_sha256: str, presigned: PresignedPut | None = None
     ) -> tuple[Upload, list[UploadPart]]:
-        """Starts an upload.
+        """Start an upload.
 
         The parts are empty unless `presigned` is given. A repeated call with the same id gets new URLs, or no parts
         once the upload is committed.
@@ -122,18 +122,18 @@ class Uploads:
         return as_it_is(self._store, record), parts
 
     def get(self, name: str) -> Upload:
-        """Returns an upload; raises `InvalidArgument` and `NotFound`."""
+        """Return an upload; raise `InvalidArgument` and `NotFound`."""
         upload = as_it_is(self._store, get_upload(self._store, name))
         if upload.record.state is UploadState.COMMITTED:
             return upload
         return replace(upload, hashed_size=self._digests.hashed_size(upload.record.uid))
 
     def receive(self, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
-        """Receives chunks; see `receiving.receive`."""
+        """Receive chunks; see `receiving.receive`."""
         return receive(self._store, self._digests, chunks)
 
     def commit(self, name: str, size_bytes: int, sha256: str, given_up: Callable[[], bool] = lambda: False) -> Upload:
-        """Commits the bytes; a repeated call with the same size and digest changes nothing.
+        """Commit the bytes; a repeated call with the same size and digest changes nothing.
 
         After a failure, another call continues reading where this one stopped. Once `given_up` returns True, it stops
         at the next block.
@@ -172,7 +172,7 @@ class Uploads:
         return as_it_is(self._store, committed)
 
     def abort(self, name: str) -> None:
-        """Deletes the upload with its bytes.
+        """Delete the upload with its bytes.
 
         Raises `InvalidArgument`, `NotFound`, and `FailedPrecondition` while an import reads it.
         """
@@ -191,7 +191,7 @@ class Uploads:
         return self._finisher.collect(now)
 
     def _keep_unless_dataset_is_gone(self, dataset: Dataset, record: UploadRecord) -> None:
-        """Aborts the upload if its dataset was deleted meanwhile; raises `NotFound` then.
+        """Abort the upload if its dataset was deleted meanwhile; raise `NotFound` then.
 
         A deletion of the dataset is recorded before it looks for uploads; a start works in reverse.
         """
@@ -289,7 +289,7 @@ class UploadPart:
 
 
 def parts_of(presigned_put: PresignedPut) -> list[UploadPart]:
-    """Returns the parts without their URLs, all of one size except the last.
+    """Return the parts without their URLs, all of one size except the last.
 
     Raises `InvalidArgument`.
     """
@@ -319,7 +319,7 @@ def parts_of(presigned_put: PresignedPut) -> list[UploadPart]:
 
 
 def _min_part_bytes(size_bytes: int) -> int:
-    """Returns the part size, in whole MiB, that gives at most `MAX_PARTS` parts."""
+    """Return the part size, in whole MiB, that gives at most `MAX_PARTS` parts."""
     return -(-size_bytes // (MAX_PARTS * _MEBIBYTE)) * _MEBIBYTE
 
 
@@ -353,7 +353,7 @@ class UploadFinisher:
         self._after = ""
 
     def abort(self, name: str, uid: str = "") -> UploadRecord:
-        """Deletes the upload with its bytes.
+        """Delete the upload with its bytes.
 
         With `uid`, deletes only that upload, and no later one of its name. Raises `InvalidArgument`, `NotFound`, and
         `FailedPrecondition` while an import reads it.
@@ -384,7 +384,7 @@ class UploadFinisher:
         return upload
 
     def check_unused(self, dataset: str, dataset_uid: str) -> None:
-        """Raises `FailedPrecondition` if an import reads an upload of this dataset.
+        """Raise `FailedPrecondition` if an import reads an upload of this dataset.
 
         The dataset is `datasets/{d}` with that uid.
         """
@@ -393,7 +393,7 @@ class UploadFinisher:
                 raise _in_use(upload.name, references[0])
 
     def abort_all(self, dataset: str, dataset_uid: str) -> None:
-        """Aborts the uploads of this dataset, and of no later one of its name.
+        """Abort the uploads of this dataset, and of no later one of its name.
 
         Uploads that imports read stay.
         """
@@ -402,7 +402,7 @@ class UploadFinisher:
                 self.abort(upload.name, upload.uid)
 
     def _uploads_of(self, dataset: str, dataset_uid: str) -> Iterator[UploadRecord]:
-        """Yields the dataset's uploads that are not removed."""
+        """Yield the dataset's uploads that are not removed."""
         for key in self._live.markers(dataset):
             live = self._live.read(key)
             if live is None or live.gone_at is not None:
@@ -412,9 +412,9 @@ class UploadFinisher:
                 yield upload
 
     def collect(self, now: float) -> list[str]:
-        """Removes uploads that have expired by `now` and no import reads, and late writes of removed ones.
+        """Remove uploads that have expired by `now` and no import reads, and late writes of removed ones.
 
-        Returns the names of the removed uploads.
+        Return the names of the removed uploads.
         """
         waiting = [key for key in self._live.markers() if key > self._after]
         expired = []
@@ -471,7 +471,7 @@ def _in_use(name: str, user: str) -> FailedPrecondition:
 
 
 def _is_same(newest: UploadRecord, upload: UploadRecord) -> bool:
-    """Returns whether it is the same upload, not a later one of its id, and not removed."""
+    """Return whether it is the same upload, not a later one of its id, and not removed."""
     return newest.uid == upload.uid and newest.state is not UploadState.GONE
 
 
@@ -500,7 +500,7 @@ class LiveUploads:
         self._store = store
 
     def mark(self, uid: str, name: str) -> None:
-        """Writes the marker; call it before the upload's log is created."""
+        """Write the marker; call it before the upload's log is created."""
         self._put(LiveUpload(uid, name, time.time()))
 
     def set_gone(self, live: LiveUpload, now: float) -> None:
@@ -510,12 +510,12 @@ class LiveUploads:
         self._store.delete(_key(uid, name))
 
     def markers(self, dataset: str = "") -> list[str]:
-        """Returns the sorted keys of all markers, or of those of `datasets/{d}`."""
+        """Return the sorted keys of all markers, or of those of `datasets/{d}`."""
         folder = f"{FOLDER}/{dataset.removeprefix('datasets/')}" if dataset else FOLDER
         return sorted(info.key for info in self._store.list(folder))
 
     def read(self, key: str) -> LiveUpload | None:
-        """Returns a marker; None if another collection removed it first."""
+        """Return a marker; None if another collection removed it first."""
         try:
             return LiveUpload(**fields_of(LiveUpload, json.loads(self._store.get(key))))
         except ObjectMissing:
@@ -575,7 +575,7 @@ class _Flight:
 
 
 async def receive(store: ObjectStore, digests: KeptDigests, chunks: AsyncIterator[Chunk]) -> AsyncGenerator[int, None]:
-    """Yields how many bytes from 0 are durable, after each chunk or after several.
+    """Yield how many bytes from 0 are durable, after each chunk or after several.
 
     The end of `chunks` commits nothing, because a lost client looks the same. A cancelled call leaves only whole
     chunks.
@@ -628,7 +628,7 @@ async def _failure_of(settling: Awaitable[None]) -> Exception | None:
 async def _feed(
     call: _Call, first: Chunk, rest: AsyncIterator[Chunk], waiting: asyncio.Queue[_Flight | Exception | None]
 ) -> None:
-    """Starts the write of each chunk as it arrives, with fewer than `WRITES_IN_FLIGHT` in progress."""
+    """Start the write of each chunk as it arrives, with fewer than `WRITES_IN_FLIGHT` in progress."""
     last: _Flight | Exception | None = None
     try:
         await waiting.put(call.launch(first))
@@ -671,7 +671,7 @@ class _Call:
         return _Flight(chunk, written)
 
     async def settle(self, flight: _Flight) -> None:
-        """Waits until the chunk, with all before it, is durable."""
+        """Wait until the chunk, with all before it, is durable."""
         chunk = flight.chunk
         written = flight.written is not None and await flight.written
         if written and chunk.offset == self._chain.end:
@@ -690,7 +690,7 @@ class _Call:
             await self._hashing
 
     async def _hash(self, chunk: Chunk) -> None:
-        """Hashes the chunk while the next ones are written; waits for the chunk before."""
+        """Hash the chunk while the next ones are written; wait for the chunk before."""
         if self._hashing:
             await self._hashing
         if self._digest and self._digest.end == chunk.offset:
@@ -708,7 +708,7 @@ class _Call:
         return True
 
     def _reconcile(self, chunk: Chunk) -> None:
-        """Handles a chunk that is partly present already, from an earlier call or another client.
+        """Handle a chunk that is partly present already, from an earlier call or another client.
 
         The present bytes must be equal; the rest is written. Raises `Conflict`.
         """
@@ -768,7 +768,7 @@ class _Call:
 
 
 def _open_upload(store: ObjectStore, name: str, uid: str = "") -> UploadRecord:
-    """Returns the open upload.
+    """Return the open upload.
 
     Raises `InvalidArgument`, `NotFound`, `FailedPrecondition` if it takes no chunks (any more), and `Unavailable` while
     it is being aborted, which may still be refused.

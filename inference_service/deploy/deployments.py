@@ -65,7 +65,7 @@ VERSIONS_OF_A_ROLLOUT = 2
 
 
 def check_fits(spec: Spec, nodes: Sequence[Resources], versions: int = 1) -> None:
-    """Raises `FailedPrecondition` naming the field that no cluster of these nodes could satisfy.
+    """Raise `FailedPrecondition` naming the field that no cluster of these nodes could satisfy.
 
     A node must hold one replica, and all nodes together the minimum replicas of `versions` versions. Without nodes
     nothing is checked.
@@ -85,7 +85,7 @@ def check_fits(spec: Spec, nodes: Sequence[Resources], versions: int = 1) -> Non
 
 
 def check_within(spec: Spec, most: Resources, versions: int = 1) -> None:
-    """Checks the same for a cluster with at most `most` resources; missing resources are unlimited."""
+    """Check the same for a cluster with at most `most` resources; missing resources are unlimited."""
     for name, amount in _need(spec).items():
         if name in most and amount > most[name] + TOLERANCE:
             why = f"a replica takes {amount:g} {name}, and the cluster never has more than {most[name]:g}"
@@ -95,7 +95,7 @@ def check_within(spec: Spec, most: Resources, versions: int = 1) -> None:
 
 
 def _need(spec: Spec) -> dict[str, float]:
-    """Returns the resources of one replica, without zeros."""
+    """Return the resources of one replica, without zeros."""
     scale = spec.scale()
     return {name: amount for name, amount in (("CPU", scale.cpus), ("GPU", scale.gpus)) if amount}
 
@@ -155,13 +155,13 @@ class Cluster:
         self._seen: dict[str, tuple[Resources, float]] = {}  # by id
 
     def note(self, nodes: Mapping[str, Resources]) -> None:
-        """Records the total resources of the present nodes, by their ids."""
+        """Record the total resources of the present nodes, by their ids."""
         now_s = self._clock()
         kept = {name: one for name, one in self._seen.items() if now_s - one[1] < REMEMBERED_S}
         self._seen = {**kept, **{name: (resources, now_s) for name, resources in nodes.items()}}
 
     def check_fits(self, spec: Spec, versions: int = 1) -> None:
-        """Raises `FailedPrecondition` if the replicas of `versions` versions could never be placed together, as far as
+        """Raise `FailedPrecondition` if the replicas of `versions` versions could never be placed together, as far as
         known.
         """
         if self._most is not None:
@@ -197,7 +197,7 @@ class Deployments:
         self._live = LiveDeployments(store, self.log, _deployment)
 
     def create(self, deployment: Deployment) -> Deployment:
-        """Stores a new deployment and returns it.
+        """Store a new deployment and return it.
 
         If the existing deployment came from the same `request_id`, returns that one.
 
@@ -221,15 +221,15 @@ class Deployments:
         return made
 
     def find(self, name: str) -> Deployment | None:
-        """Returns the newest state in the log, even of a deleted deployment."""
+        """Return the newest state in the log, even of a deleted deployment."""
         return _deployment(name, self.log(name).head())
 
     def follow(self, name: str) -> FollowedDeployment:
-        """Opens the deployment of that name for repeated reads."""
+        """Open the deployment of that name for repeated reads."""
         return FollowedDeployment(name, self.log(name))
 
     def get(self, name: str) -> Deployment:
-        """Returns the deployment; raises `NotFound`."""
+        """Return the deployment; raise `NotFound`."""
         found = self.find(name)
         if found is None or found.state is State.GONE:
             raise not_found(name)
@@ -240,14 +240,14 @@ class Deployments:
         return found is not None and found.state is not State.GONE
 
     def history(self, name: str, uid: str) -> Deployment | None:
-        """Returns the last known state of the deployment with this uid.
+        """Return the last known state of the deployment with this uid.
 
         Its id may belong to another deployment by now.
         """
         return self._newest(name, lambda deployment: deployment.uid == uid)
 
     def made_by(self, name: str, request_id: str) -> Deployment | None:
-        """Returns the last known state of the deployment that this request created."""
+        """Return the last known state of the deployment that this request created."""
         return self._newest(name, lambda deployment: deployment.request_id == request_id)
 
     def _newest(self, name: str, fits: Callable[[Deployment], bool]) -> Deployment | None:
@@ -261,7 +261,7 @@ class Deployments:
         return None
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
-        """Returns one page of deployments, in the order of names.
+        """Return one page of deployments, in the order of names.
 
         Deleted and unreadable deployments are left out, so a page may be short.
         """
@@ -278,7 +278,7 @@ class Deployments:
         return self._live.has_read_all
 
     def all(self) -> tuple[list[Deployment], dict[str, DataLoss]]:
-        """Returns all deployments that are not deleted, and the errors of unreadable logs by name."""
+        """Return all deployments that are not deleted, and the errors of unreadable logs by name."""
         poll = self._live.poll()
         return poll.found, poll.unreadable
 
@@ -296,11 +296,11 @@ class Deployments:
         return found, unreadable
 
     def delete(self, name: str, etag: str, now_s: float) -> Deployment:
-        """Records the deletion request; raises `NotFound` and `Conflict`."""
+        """Record the deletion request; raise `NotFound` and `Conflict`."""
         return self.request(name, lambda before: with_deletion(before, name, etag, now_s))
 
     def request(self, name: str, decide: Callable[[Deployment | None], Deployment | None]) -> Deployment:
-        """Appends the state that `decide` returns for the newest state, and returns the newest.
+        """Append the state that `decide` returns for the newest state, and return the newest.
 
         Raises the errors of `decide`, which must raise if there is no such deployment.
         """
@@ -314,9 +314,9 @@ class Deployments:
         return newest
 
     def transition(self, name: str, uid: str, step: Step) -> Deployment | None:
-        """Appends the state that `step` returns for the deployment with this uid.
+        """Append the state that `step` returns for the deployment with this uid.
 
-        Appends nothing if `step` returns None. Returns the newest state, None if the uid is no longer there.
+        Appends nothing if `step` returns None. Return the newest state, None if the uid is no longer there.
         """
 
         def decide(record: Record | None) -> dict[str, object] | None:
@@ -328,15 +328,15 @@ class Deployments:
         return newest if newest is not None and newest.uid == uid else None
 
     def rollout_made_by(self, name: str, request_id: str) -> Deployment | None:
-        """Returns the last known state with this request's roll-out as the newest."""
+        """Return the last known state with this request's roll-out as the newest."""
         return self._newest(name, lambda one: one.rollout is not None and one.rollout.request_id == request_id)
 
     def rollout(self, name: str, rollout_uid: str) -> Deployment | None:
-        """Returns the last known state with this roll-out as the newest."""
+        """Return the last known state with this roll-out as the newest."""
         return self._newest(name, lambda one: one.rollout is not None and one.rollout.uid == rollout_uid)
 
     def mark_datasets(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
-        """Marks the dataset versions of these loaded models as used, until `release`.
+        """Mark the dataset versions of these loaded models as used, until `release`.
 
         A version that was already deleted is no error: a served model does not read it.
         """
@@ -347,7 +347,7 @@ class Deployments:
                 logger.warning("%s: its dataset version cannot be kept: %s", deployment.name, error.message)
 
     def keep_checkpoints(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
-        """Marks the checkpoints of these versions as used, until `release`.
+        """Mark the checkpoints of these versions as used, until `release`.
 
         The request for a version has already marked its checkpoint, unless the deployment is older than these marks.
         """
@@ -365,7 +365,7 @@ class Deployments:
                 logger.warning("%s: its job no longer names %s", deployment.name, version.checkpoint)
 
     def release(self, deployment: Deployment, versions: Sequence[ModelVersion]) -> None:
-        """Removes the marks of these versions' checkpoints and dataset versions.
+        """Remove the marks of these versions' checkpoints and dataset versions.
 
         Those that other versions of the deployment use stay marked. A missing mark is no error.
         """
@@ -377,7 +377,7 @@ class Deployments:
             checkpoint_references.release(self._store, name, REFERENCE_KIND, deployment.uid)
 
     def log(self, name: str) -> ResourceLog:
-        """Opens the log of the deployment of that name, for one thread."""
+        """Open the log of the deployment of that name, for one thread."""
         return _Log(self._store, name)
 
 
@@ -393,7 +393,7 @@ class FollowedDeployment:
         return self._log.newest_known.number if self._log.newest_known else 0
 
     def read(self) -> Deployment:
-        """Returns the deployment, which may be another one than before. Costs one request if nothing changed.
+        """Return the deployment, which may be another one than before. Costs one request if nothing changed.
 
         Raises `NotFound`.
         """
@@ -420,7 +420,7 @@ def _dataset_versions(versions: Iterable[ModelVersion]) -> list[str]:
 
 
 def check_not_gone(deployment: Deployment) -> None:
-    """Raises `NotFound` if the deployment that a request made was deleted since.
+    """Raise `NotFound` if the deployment that a request made was deleted since.
 
     The request's first answer can no longer be repeated.
     """
@@ -440,7 +440,7 @@ def _deployment(name: str, record: Record | None) -> Deployment | None:
 
 @contextmanager
 def _reading(name: str) -> Iterator[None]:
-    """Turns the errors of unreadable records into `DataLoss`; an outage of the store stays as it is."""
+    """Turn the errors of unreadable records into `DataLoss`; an outage of the store stays as it is."""
     try:
         yield
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -481,7 +481,7 @@ class DeploymentManager:
         self._cluster = cluster
 
     def create(self, creation: Creation) -> Deployment:
-        """Creates a deployment in state LOADING.
+        """Create a deployment in state LOADING.
 
         For a `request_id` seen before, returns the deployment of its first call.
 
@@ -508,22 +508,22 @@ class DeploymentManager:
             return self._make(wanted_name, request_id, creation.spec)
 
     def delete(self, name: str, etag: str) -> Deployment:
-        """Requests the deletion; raises `InvalidArgument`, `NotFound` and `Conflict`."""
+        """Request the deletion; raise `InvalidArgument`, `NotFound` and `Conflict`."""
         names.parse("name", name, "deployments/{m}")
         return self._deployments.delete(name, etag, time.time())
 
     def get(self, name: str) -> Deployment:
-        """Returns the deployment; raises `InvalidArgument` and `NotFound`."""
+        """Return the deployment; raise `InvalidArgument` and `NotFound`."""
         names.parse("name", name, "deployments/{m}")
         return self._deployments.get(name)
 
     def follow(self, name: str) -> FollowedDeployment:
-        """Opens the deployment of that name for repeated reads; raises `InvalidArgument`."""
+        """Open the deployment of that name for repeated reads; raise `InvalidArgument`."""
         names.parse("name", name, "deployments/{m}")
         return self._deployments.follow(name)
 
     def page(self, size: int, token: str) -> tuple[list[Deployment], str]:
-        """Returns one page of deployments; raises `InvalidArgument`."""
+        """Return one page of deployments; raise `InvalidArgument`."""
         return self._deployments.page(size, token)
 
     def _make(self, name: str, request_id: str, spec: Spec) -> Deployment:
@@ -547,20 +547,20 @@ class DeploymentManager:
 
 
 def check_predictor(spec: Spec, entry: CheckpointEntry) -> None:
-    """Raises `InvalidArgument` for a predictor that the checkpoint does not need."""
+    """Raise `InvalidArgument` for a predictor that the checkpoint does not need."""
     if spec.predictor and not entry.is_of_program:
         remedy = f"{entry.name} is of a model, which is served as it is; leave it out"
         raise invalid_field("spec.predictor", spec.predictor, remedy)
 
 
 def check_code(own_code: OwnCode, entry: CheckpointEntry) -> None:
-    """Raises `FailedPrecondition` (OWN_CODE_OFF) if the checkpoint needs user code, which may not run."""
+    """Raise `FailedPrecondition` (OWN_CODE_OFF) if the checkpoint needs user code, which may not run."""
     if entry.code_bundle:
         own_code.require_own_code(f"{entry.name} is served by code of {entry.code_bundle}: ")
 
 
 def version_of(entry: CheckpointEntry, number: str) -> ModelVersion:
-    """Returns a version that is still to be loaded."""
+    """Return a version that is still to be loaded."""
     return ModelVersion(
         number=number,
         checkpoint=entry.name,
@@ -614,21 +614,21 @@ class DeploymentOperations:
         self._deployments = deployments
 
     def record(self, deployment: Deployment) -> None:
-        """Makes the operation findable, even after its deployment is deleted; idempotent."""
+        """Make the operation findable, even after its deployment is deleted; idempotent."""
         self._point(deployment.operation, deployment)
 
     def record_rollout(self, operation: str, deployment: Deployment) -> None:
-        """Makes a roll-out's operation findable; idempotent."""
+        """Make a roll-out's operation findable; idempotent."""
         self._point(operation, deployment)
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:  # noqa: ARG002
-        """Returns an operation; `brief` has no effect, since operations are short."""
+        """Return an operation; `brief` has no effect, since operations are short."""
         if name.startswith(f"{OPERATIONS}/{ROLLOUT_PREFIX}"):
             return rollout_operation_of(self._rolled_out(name))
         return operation_of(self._deployment(name))
 
     def follow(self, name: str) -> FollowedOperation:
-        """Opens an operation for repeated reads; raises `NotFound`."""
+        """Open an operation for repeated reads; raise `NotFound`."""
         if not name.startswith((f"{OPERATIONS}/{PREFIX}", f"{OPERATIONS}/{ROLLOUT_PREFIX}")):
             raise not_found(name)
         log = self._deployments.log(self._pointer(name)["deployment"])
@@ -638,7 +638,7 @@ class DeploymentOperations:
         return operation_ids_after(self._store, (PREFIX, ROLLOUT_PREFIX), after, most)
 
     def cancel(self, name: str) -> None:
-        """Cancels an operation: deletes a loading deployment, or rolls back a roll-out.
+        """Cancel an operation: deletes a loading deployment, or rolls back a roll-out.
 
         A finished operation is left as it is.
         """
@@ -676,7 +676,7 @@ class DeploymentOperations:
         return pointer
 
     def _rolled_out(self, name: str) -> Deployment:
-        """Returns the last known state of the deployment with this roll-out."""
+        """Return the last known state of the deployment with this roll-out."""
         uid = name.removeprefix(f"{OPERATIONS}/{ROLLOUT_PREFIX}")
         deployment = self._deployments.rollout(self._pointer(name)["deployment"], uid)
         if deployment is None:  # the roll-out was refused after the pointer was written
@@ -710,7 +710,7 @@ class FollowedOperation:
         return self._seen.number if self._seen else 0
 
     def read(self) -> operations_pb2.Operation:
-        """Returns the operation; raises `NotFound`."""
+        """Return the operation; raise `NotFound`."""
         record = self._log.head()
         if record is None or record is not self._seen:
             self._operation = self._get()
@@ -719,7 +719,7 @@ class FollowedOperation:
 
 
 def operation_of(deployment: Deployment) -> operations_pb2.Operation:
-    """Returns the operation that loads, or loaded, this deployment."""
+    """Return the operation that loads, or loaded, this deployment."""
     operation = operations_pb2.Operation(name=deployment.operation)
     operation.metadata.Pack(metadata_to_proto(deployment))
     if deployment.was_loaded:
@@ -737,7 +737,7 @@ def operation_of(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def rollout_operation_of(deployment: Deployment) -> operations_pb2.Operation:
-    """Returns the operation of the deployment's newest roll-out."""
+    """Return the operation of the deployment's newest roll-out."""
     rollout = deployment.rollout
     assert rollout is not None
     operation = operations_pb2.Operation(name=rollout.operation, done=not rollout.under_way)
@@ -750,7 +750,7 @@ def rollout_operation_of(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def checked_operation(deployment: Deployment) -> operations_pb2.Operation:
-    """Returns the answer to `validate_only`: done, nameless, with the deployment as it would begin."""
+    """Return the answer to `validate_only`: done, nameless, with the deployment as it would begin."""
     operation = operations_pb2.Operation(done=True)
     operation.metadata.Pack(metadata_to_proto(deployment))
     operation.response.Pack(deployment_to_proto(deployment))
@@ -758,7 +758,7 @@ def checked_operation(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def checked_rollout_operation(deployment: Deployment) -> operations_pb2.Operation:
-    """Returns the answer to `validate_only` for a roll-out."""
+    """Return the answer to `validate_only` for a roll-out."""
     operation = operations_pb2.Operation(done=True)
     operation.metadata.Pack(rollout_metadata_to_proto(deployment))
     operation.response.Pack(deployment_to_proto(deployment))

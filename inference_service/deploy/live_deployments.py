@@ -172,7 +172,7 @@ class LiveDeployments:
         return ids, len(ids) < most
 
     def _correct(self, name: str, deployment: Deployment | None, is_live: bool, marked: Collection[str]) -> bool:
-        """Mark a live deployment without a marker, and remove markers of none. Returns whether the store did so."""
+        """Mark a live deployment without a marker, and remove markers of none. Return whether the store did so."""
         uid = deployment.uid if deployment is not None else ""
         now = time.monotonic()
         seen = {key: self._unmatched.setdefault(key, now) for key in (_key(name, one) for one in marked if one != uid)}

@@ -78,26 +78,26 @@ class Reconciler:
         self._kept: list[Deployment] = []
 
     def holds(self) -> list[str]:
-        """Returns the applications that this process may still send a batch to."""
+        """Return the applications that this process may still send a batch to."""
         return [*self._models.attached(), *self._unloader.draining]
 
     def going(self) -> list[str]:
-        """Returns the applications that this process is removing from Serve.
+        """Return the applications that this process is removing from Serve.
 
         No other process may send them a batch.
         """
         return list(self._unloader.going)
 
     def on_going(self, callback: Callable[[], None]) -> None:
-        """Sets the callback for each application that starts to be removed."""
+        """Set the callback for each application that starts to be removed."""
         self._unloader.on_going = callback
 
     def wake(self) -> None:
-        """Starts a pass at once, because something has changed."""
+        """Start a pass at once, because something has changed."""
         self._changed.set()
 
     async def run(self, on_first: Callable[[], Awaitable[None]]) -> None:
-        """Reconciles for ever; calls `on_first` after the first pass.
+        """Reconcile for ever; call `on_first` after the first pass.
 
         Raises `RayLost`.
         """
@@ -130,7 +130,7 @@ class Reconciler:
             await self._pause()
 
     async def reconcile(self) -> None:
-        """Compares the logs with Serve once and takes the steps that follow."""
+        """Compare the logs with Serve once and take the steps that follow."""
         # Serve first: every application was in a log before it ran, so a log read later names it unless it is to be
         # removed.
         running = await call_serve(self._applications.statuses)
@@ -168,7 +168,7 @@ class Reconciler:
             logger.warning("%s: %r; trying again", deployment.name, error)
 
     async def _attach_kept(self, running: Mapping[str, Application]) -> None:
-        """Attaches to running applications of the deployments that Ray kept.
+        """Attach to running applications of the deployments that Ray kept.
 
         Nothing is started or removed by that copy.
         """
@@ -179,7 +179,7 @@ class Reconciler:
                     await self._step(name, deployment, version, running[name])
 
     async def _keep(self, deployments: list[Deployment]) -> None:
-        """Stores the deployments in Ray, if they changed."""
+        """Store the deployments in Ray, if they changed."""
         if not self._peers.is_leader or deployments == self._kept:
             return
         try:
@@ -189,9 +189,9 @@ class Reconciler:
             logger.warning("Ray does not keep what is deployed, for starts without the store: %s", error)
 
     async def _read_logs(self) -> Collection[str] | None:
-        """Reads the logs into `models`.
+        """Read the logs into `models`.
 
-        Returns the deployments whose logs cannot be read. Returns None if the store has never answered this process,
+        Return the deployments whose logs cannot be read. Return None if the store has never answered this process,
         and `models` has the copy that Ray kept.
 
         Raises the store's errors; before the first answer, only if Ray kept no copy.
@@ -212,7 +212,7 @@ class Reconciler:
         return unreadable
 
     async def _take_over_kept(self, outage: MillraceError) -> bool:
-        """Loads the copy that Ray kept into `models`; returns whether there was one."""
+        """Load the copy that Ray kept into `models`; return whether there was one."""
         data = await call_serve(self._applications.kept)
         if data is None:
             return False
@@ -233,7 +233,7 @@ class Reconciler:
         self._unreadable = set(unreadable)
 
     def _take_away(self, unwanted: set[str], deployments: list[Deployment], unreadable: Collection[str]) -> None:
-        """Starts to remove deleted deployments, and the `unwanted` applications that no log names."""
+        """Start to remove deleted deployments, and the `unwanted` applications that no log names."""
         going: set[str] = set()
         for deployment in deployments:
             if deployment.state is State.DELETING:
@@ -286,13 +286,13 @@ class ModelLoader:
     _not_before: dict[str, float] = field(default_factory=dict, init=False)
 
     def forget_all_but(self, wanted: Container[str]) -> None:
-        """Forgets the descriptions of applications that are not `wanted` any more."""
+        """Forget the descriptions of applications that are not `wanted` any more."""
         self._loaded = {name: loaded for name, loaded in self._loaded.items() if name in wanted}
 
     async def step(
         self, name: str, deployment: Deployment, version: ModelVersion, application: Application | None
     ) -> None:
-        """Takes one step towards a loaded version.
+        """Take one step towards a loaded version.
 
         `application` is Serve's state of it, None if it does not exist.
         """
@@ -332,7 +332,7 @@ class ModelLoader:
         await call_serve(self.applications.deploy, name, spec, scale)
 
     def _warn_if_it_never_fits(self, deployment: Deployment) -> None:
-        """Logs a warning if no node of the cluster can hold the deployment.
+        """Log a warning if no node of the cluster can hold the deployment.
 
         It was accepted when the cluster was unknown or different; a suitable node may still join.
         """
@@ -342,7 +342,7 @@ class ModelLoader:
             logger.warning("%s waits for a node: %s", deployment.name, error.message)
 
     def _replicas_of_the_main(self, deployment: Deployment) -> int:
-        """Returns the replica count of the version with the most traffic.
+        """Return the replica count of the version with the most traffic.
 
         A version that is to replace it starts with as many replicas.
         """
@@ -350,9 +350,9 @@ class ModelLoader:
         return (self.models.replicas(deployment, main) or 0) if main is not None else 0
 
     async def _attach(self, name: str, deployment: Deployment, version: ModelVersion, application: Application) -> bool:
-        """Attaches a batcher to the application.
+        """Attach a batcher to the application.
 
-        Returns False if its replicas can never answer, or if another process is removing it.
+        Return False if its replicas can never answer, or if another process is removing it.
         """
         replicas = application.replicas
         # Before the version gets any traffic, all replicas must answer. If it was loaded before, one is enough.
@@ -377,7 +377,7 @@ class ModelLoader:
         return True
 
     def _may_say_loaded(self, name: str) -> bool:
-        """Returns whether the version can be declared loaded.
+        """Return whether the version can be declared loaded.
 
         After that, requests for it come to any of the frontends.
         """
@@ -392,7 +392,7 @@ class ModelLoader:
             logger.info("%s: version %s is loaded", deployment.name, version.number)
 
     async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
-        """Fails a new deployment, or ends a roll-out, for good.
+        """Fail a new deployment, or end a roll-out, for good.
 
         A version that was loaded before is tried again.
 
@@ -422,7 +422,7 @@ class ModelLoader:
 
 
 def _may_still_answer(version: ModelVersion, application: Application) -> bool:
-    """Returns whether an unhealthy application can still answer.
+    """Return whether an unhealthy application can still answer.
 
     Serve calls an application unhealthy from a replica's death until all replicas have been placed again: for ever if
     no node has capacity. A version that was loaded before is served by its remaining replicas, unless the application
@@ -470,12 +470,12 @@ class ModelUnloader:
 
     @property
     def draining(self) -> Collection[str]:
-        """Returns the applications with batches still to be sent or answered."""
+        """Return the applications with batches still to be sent or answered."""
         return self._draining
 
     @property
     def going(self) -> Collection[str]:
-        """Returns the applications that this process, as the leader, is removing from Serve.
+        """Return the applications that this process, as the leader, is removing from Serve.
 
         None of them can be attached again before its removal is complete.
         """
@@ -483,16 +483,16 @@ class ModelUnloader:
 
     @property
     def under_way(self) -> Collection[str]:
-        """Returns the uids of deployments, and the names of single applications, with a removal in progress."""
+        """Return the uids of deployments, and the names of single applications, with a removal in progress."""
         return self._tasks.keys()
 
     def remove(self, deployment: Deployment) -> None:
-        """Starts to remove a deployment, unless that is in progress."""
+        """Start to remove a deployment, unless that is in progress."""
         if deployment.uid not in self._tasks:
             self._tasks[deployment.uid] = asyncio.create_task(self._remove(deployment))
 
     def retire(self, name: str) -> None:
-        """Starts to remove an application that no log wants, unless that is in progress.
+        """Start to remove an application that no log wants, unless that is in progress.
 
         If another process removes it, this one only detaches from it.
         """
@@ -511,7 +511,7 @@ class ModelUnloader:
         self._wake()
 
     async def _remove(self, deployment: Deployment) -> None:
-        """Drains all versions of a deployment, removes them from Serve, and ends its log."""
+        """Drain all versions of a deployment, remove them from Serve, and end its log."""
         try:
             for version in deployment.versions:
                 name = application_name(deployment, version)
@@ -538,7 +538,7 @@ class ModelUnloader:
             del self._tasks[deployment.uid]
 
     async def _take_out(self, name: str) -> None:
-        """Drains the application, then removes it from Serve."""
+        """Drain the application, then remove it from Serve."""
         if not self._peers.is_leader:
             await self._drain(name)
             self._applications.forget(name)
@@ -582,7 +582,7 @@ class ReferenceKeeper:
         self._marked: set[str] = set()
 
     async def mark(self, deployments: Iterable[Deployment]) -> None:
-        """Marks the checkpoints and datasets of all live versions.
+        """Mark the checkpoints and datasets of all live versions.
 
         Raises the store's errors if it does not answer or is full.
         """

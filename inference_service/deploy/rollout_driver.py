@@ -109,7 +109,7 @@ class RolloutManager:
         self._cluster = cluster
 
     def begin(self, request: RolloutChange) -> Deployment:
-        """Begins a roll-out in state LOADING and returns the deployment.
+        """Begin a roll-out in state LOADING and return the deployment.
 
         For a `request_id` seen before, returns the result of its first call.
 
@@ -130,14 +130,14 @@ class RolloutManager:
             return self._begin(request, request_id)
 
     def back(self, name: str, etag: str) -> Deployment:
-        """Rolls back; raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
+        """Roll back; raise `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
         names.parse("name", name, "deployments/{m}")
         made = self._deployments.request(name, lambda before: with_rollback(before, name, etag, time.time()))
         self._mark(made, [version for version in made.versions if version.weight])
         return made
 
     def change(self, name: str, change: TrafficChange, etag: str) -> Deployment:
-        """Changes the traffic; raises `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
+        """Change the traffic; raise `InvalidArgument`, `NotFound`, `FailedPrecondition` and `Conflict`."""
         names.parse("deployment.name", name, "deployments/{m}")
         made = self._deployments.request(name, lambda before: with_change(before, name, change, etag, time.time()))
         if change.policy is not None:
@@ -181,7 +181,7 @@ class RolloutManager:
         return made
 
     def _keep(self, deployment: Deployment, uid: str, entry: CheckpointEntry) -> None:
-        """Marks the checkpoint as the deployment's, and removes the roll-out's own mark."""
+        """Mark the checkpoint as the deployment's, and remove the roll-out's own mark."""
         try:
             if deployment.rollout is not None and deployment.rollout.uid == uid:
                 new = [version for version in deployment.versions if version.number == deployment.rollout.version]
@@ -191,7 +191,7 @@ class RolloutManager:
             logger.warning("%s: the marks are left to the reconciler: %s", deployment.name, error.message)
 
     def _mark(self, deployment: Deployment, versions: Sequence[ModelVersion]) -> None:
-        """Marks what these remaining versions use.
+        """Mark what these remaining versions use.
 
         A version that had retired may have lost its marks by now, if the removal read the log before this request. A
         removal that reads the log afterwards marks them itself.
@@ -265,7 +265,7 @@ class Rollouts:
         self._comparing: dict[str, asyncio.Task[None]] = {}  # by uid
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Run until cancelled."""
         while True:
             for deployment in self._models.deployments():
                 if deployment.state is State.READY:
@@ -276,7 +276,7 @@ class Rollouts:
             await asyncio.sleep(POLL_INTERVAL_S)
 
     async def poll(self, deployment: Deployment) -> None:
-        """Checks a READY deployment once and takes the steps that are due."""
+        """Check a READY deployment once and take the steps that are due."""
         due_s = time.time() - self._settings.retired_for_s
         going = [
             version for version in deployment.versions if version.retired_at is not None and version.retired_at < due_s
@@ -311,7 +311,7 @@ class Rollouts:
             await self._write(deployment, lambda before: with_next_step(before, rollout.uid, rollout.step, time.time()))
 
     async def _prepare(self, deployment: Deployment, rollout: Rollout) -> None:
-        """Handles the phases before any traffic moves.
+        """Handle the phases before any traffic moves.
 
         Rolls back after the timeout, and starts the comparison.
         """
@@ -370,12 +370,12 @@ class Rollouts:
         return Seen(0, 0, 0.0)
 
     def _answers(self, deployment: Deployment, rollout: Rollout) -> bool:
-        """Returns whether the new version answers, even if it has had no replica for a moment."""
+        """Return whether the new version answers, even if it has had no replica for a moment."""
         version = find_version(deployment, rollout.version)
         return version is not None and self._models.answers(deployment, version)
 
     def _has_replicas(self, deployment: Deployment, rollout: Rollout) -> bool:
-        """Returns whether the new version has replicas now.
+        """Return whether the new version has replicas now.
 
         Without replicas no step is taken, since it may be the last one.
         """
@@ -387,7 +387,7 @@ class Rollouts:
         await self._write(deployment, lambda before: with_traffic_back(before, rollout.uid, error, time.time()))
 
     async def _let_go(self, deployment: Deployment, going: Sequence[ModelVersion]) -> None:
-        """Removes all due versions at once.
+        """Remove all due versions at once.
 
         One by one, two with the same checkpoint would each keep the other's mark.
         """
@@ -420,7 +420,7 @@ def _late(deployment: Deployment, rollout: Rollout, timeout_s: float) -> Deadlin
 
 
 def _sharing(newest: Deployment, going: Sequence[ModelVersion], field: str) -> list[ModelVersion]:
-    """Returns the remaining versions that share `field` with a removed one.
+    """Return the remaining versions that share `field` with a removed one.
 
     `field` is the checkpoint or the dataset version. A version that was rolled back to meanwhile counts as remaining.
     """
@@ -430,7 +430,7 @@ def _sharing(newest: Deployment, going: Sequence[ModelVersion], field: str) -> l
 
 
 def _compared_versions(deployment: Deployment, rollout: Rollout) -> tuple[ModelVersion, ModelVersion]:
-    """Returns the old and the new version."""
+    """Return the old and the new version."""
     by_number = {version.number: version for version in deployment.versions}
     return by_number[rollout.main], by_number[rollout.version]
 
@@ -453,7 +453,7 @@ class PhaseTimer:
         self._since_s: dict[str, tuple[str | int, float]] = {}  # by uid
 
     def lasts_s(self, uid: str, situation: str | int) -> float:
-        """Returns the seconds since the roll-out was first seen in this phase; 0 at first."""
+        """Return the seconds since the roll-out was first seen in this phase; 0 at first."""
         now_s = time.monotonic()
         before = self._since_s.get(uid)
         if before is None or before[0] != situation:
@@ -461,7 +461,7 @@ class PhaseTimer:
         return now_s - before[1]
 
     def forget(self, uid: str) -> None:
-        """Forgets a roll-out that has ended."""
+        """Forget a roll-out that has ended."""
         self._since_s.pop(uid, None)
 
 
@@ -476,7 +476,7 @@ async def compared(
     versions: tuple[ModelVersion, ModelVersion],
     comparison: Comparison,
 ) -> Compared:
-    """Compares the old and the new version on the requested held-out rows.
+    """Compare the old and the new version on the requested held-out rows.
 
     Raises the errors of `holdout_rows` and `Models.try_out`, and `FailedPrecondition` if both refuse every row.
     """
@@ -520,7 +520,7 @@ class _Comparing:
         self.refusal = ""
 
     async def add(self, rows: Rows) -> None:
-        """Compares the answers to these rows, which must fit a queue and a batch.
+        """Compare the answers to these rows, which must fit a queue and a batch.
 
         If a version refuses them, each half is tried: the answer to a row does not depend on the others in its batch.
         """
@@ -535,7 +535,7 @@ class _Comparing:
             await self.add(rows.slice(middle, len(rows)))
 
     async def _answered(self, version: ModelVersion, rows: Rows) -> Sequence[Array] | None:
-        """Returns the outputs; None if the version refuses one of the rows."""
+        """Return the outputs; None if the version refuses one of the rows."""
         try:
             return await self._models.try_out(self._deployment, version, rows)
         except InvalidArgument as error:
@@ -548,7 +548,7 @@ class _Comparing:
 
 
 def holdout_rows(store: ObjectStore, version: str, split: str, most: int, signature: Signature) -> Rows:
-    """Reads the first `most` rows of the split.
+    """Read the first `most` rows of the split.
 
     Rows are raw if the version has the columns of raw rows; otherwise they are the model's input, from a transformed
     version.

@@ -39,7 +39,7 @@ class LoadMeter:
         self._since_s = self._read_s = now_s
 
     def add(self, rows: int, now_s: float) -> None:
-        """Adds `rows`; a negative number removes rows."""
+        """Add `rows`; a negative number removes rows."""
         self._row_seconds += self._rows * (now_s - self._since_s)
         self._since_s = now_s
         self._rows += rows
@@ -48,7 +48,7 @@ class LoadMeter:
         self._refused += rows
 
     def read(self, now_s: float) -> Load:
-        """Returns the load since the last reading.
+        """Return the load since the last reading.
 
         If no time has passed, returns the present number of rows.
         """
@@ -98,7 +98,7 @@ class BatchTimes:
         self._deviation = FIRST_DEVIATION  # relative to the expected time
 
     def observe(self, rows: int, seconds: float, computed_s: float | None = None) -> None:
-        """Learns from a batch that returned after `seconds`.
+        """Learn from a batch that returned after `seconds`.
 
         `computed_s` is its compute time, by default all of it.
         """
@@ -127,11 +127,11 @@ class BatchTimes:
             self._shape_s[key] *= math.exp(SHAPE_WEIGHT * change)
 
     def expected_s(self, rows: int) -> float:
-        """Returns the expected round trip of a batch, in seconds; 0 without measurements."""
+        """Return the expected round trip of a batch, in seconds; 0 without measurements."""
         return self.computing_s(rows) + (self._transfer_s or 0.0)
 
     def computing_s(self, rows: int) -> float:
-        """Returns the expected compute time in seconds.
+        """Return the expected compute time in seconds.
 
         A size without measurements gets the time of the next smaller one, so the estimate is rather too low.
         """
@@ -147,25 +147,25 @@ class BatchTimes:
         return min((seconds for size, seconds in self._shape_s.items() if size >= wanted > 0), default=0.0)
 
     def typical_compute_s(self, rows: int) -> float:
-        """Returns the compute time at the usual pace, which ignores short spells."""
+        """Return the compute time at the usual pace, which ignores short spells."""
         return self.computing_s(rows) / self._pace * self._usual_pace
 
     def at_most_s(self, seconds: float, deviations: float = DEVIATIONS) -> float:
-        """Returns `seconds` plus `deviations` mean deviations."""
+        """Return `seconds` plus `deviations` mean deviations."""
         return seconds * (1 + deviations * self._deviation)
 
     def bound_s(self, rows: int) -> float:
-        """Returns an upper bound of the round trip, which hardly any batch exceeds."""
+        """Return an upper bound of the round trip, which hardly any batch exceeds."""
         return self.at_most_s(self.expected_s(rows))
 
 
 def bucket(rows: int) -> int:
-    """Returns the power of two at or above `rows`."""
+    """Return the power of two at or above `rows`."""
     return 1 << (rows - 1).bit_length()
 
 
 def buckets(max_rows: int) -> list[int]:
-    """Returns the batch sizes to warm up: powers of two below `max_rows`, and `max_rows`."""
+    """Return the batch sizes to warm up: powers of two below `max_rows`, and `max_rows`."""
     return [*(1 << power for power in range((max_rows - 1).bit_length())), max_rows]
 
 
@@ -228,7 +228,7 @@ class Decision:
 
 
 def pieces(rows: int, max_rows: int) -> list[tuple[int, int]]:
-    """Splits a request's rows into [start, stop) pieces that each fit a batch."""
+    """Split a request's rows into [start, stop) pieces that each fit a batch."""
     return [(start, min(start + max_rows, rows)) for start in range(0, rows, max_rows)]
 
 
@@ -242,7 +242,7 @@ def admit(
     drained_s: float,
     limits: Limits,
 ) -> None:
-    """Raises `DeadlineExceeded` or `ResourceExhausted` if new rows cannot be served.
+    """Raise `DeadlineExceeded` or `ResourceExhausted` if new rows cannot be served.
 
     `ends_s` is when their answers should arrive, `drained_s` the time that the queue takes. Admission is stricter than
     `decide`: a refusal here comes at once, and admitted rows should be answered.
@@ -259,7 +259,7 @@ def admit(
 
 
 def starts_s(frees_s: Sequence[float], batches_ahead: int, full_batch_s: float) -> float:
-    """Returns when a replica is expected to begin the batch behind `batches_ahead` others.
+    """Return when a replica is expected to begin the batch behind `batches_ahead` others.
 
     Each of these takes `full_batch_s`. `frees_s` is when each replica is expected to be free, the earliest first.
     """
@@ -279,7 +279,7 @@ def decide(
     min_rows_to_send: int = 0,
     bound_s: float = 0.0,
 ) -> Decision:
-    """Decides what to do now with the queue.
+    """Decide what to do now with the queue.
 
     The queue has rows of one form, by priority, then by arrival.
 
@@ -326,7 +326,7 @@ def decide(
 
 
 def too_late(remaining_s: float, *, begun: bool = False) -> DeadlineExceeded:
-    """Returns the error for rows that would be answered too late.
+    """Return the error for rows that would be answered too late.
 
     `begun`: the model has seen some of the request's rows, which took several batches.
     """
@@ -342,7 +342,7 @@ def draining(why: str) -> Unavailable:
 
 
 def _that_fit(waiting: Waiting, rows: int, size_bytes: float) -> int:
-    """Returns how many of these rows fit a batch with this capacity left."""
+    """Return how many of these rows fit a batch with this capacity left."""
     if not waiting.divisible:
         return waiting.rows if waiting.rows <= rows and waiting.size_bytes <= size_bytes else 0
     if size_bytes < waiting.size_bytes:

@@ -42,7 +42,7 @@ class VersionPolicy:
     named: tuple[str, ...] = ()
 
     def keeps(self, numbers: Iterable[str]) -> Collection[str]:
-        """Returns those of `numbers` that stay."""
+        """Return those of `numbers` that stay."""
         ordered = sorted(numbers, key=int)
         if self.kept is Kept.ALL:
             return ordered
@@ -59,14 +59,14 @@ LATEST = VersionPolicy()
 
 
 def latest_policy(field: str, count: int) -> VersionPolicy:
-    """Returns the policy LATEST; raises `InvalidArgument`."""
+    """Return the policy LATEST; raise `InvalidArgument`."""
     if not 0 <= count <= MAX_LATEST:
         raise invalid_field(f"{field}.latest.count", count, f"use 0 to {MAX_LATEST}; 0 means 1")
     return VersionPolicy(Kept.LATEST, count=count or 1)
 
 
 def named_policy(field: str, numbers: Collection[str]) -> VersionPolicy:
-    """Returns the policy NAMED; raises `InvalidArgument`."""
+    """Return the policy NAMED; raise `InvalidArgument`."""
     if len(numbers) > MAX_NAMED:
         raise invalid_field(f"{field}.named.versions", f"{len(numbers)} versions", f"name at most {MAX_NAMED}")
     for number in numbers:
@@ -113,7 +113,7 @@ class Autoscaling(Durable):
 
 
 def autoscaling_problems(autoscaling: Autoscaling) -> list[Problem]:
-    """Returns the problems of out-of-range fields: field, value and remedy each."""
+    """Return the problems of out-of-range fields: field, value and remedy each."""
     low = autoscaling.min_replicas
     found: list[Problem] = []
     if not 1 <= low <= MAX_REPLICAS:
@@ -132,7 +132,7 @@ def autoscaling_problems(autoscaling: Autoscaling) -> list[Problem]:
 
 
 def share_problems(cpus: float | None, gpus: float) -> list[Problem]:
-    """Returns the problems of a replica's CPU and GPU share."""
+    """Return the problems of a replica's CPU and GPU share."""
     found: list[Problem] = []
     # NaN is in no range.
     if cpus is not None and not MIN_SHARE <= cpus <= MAX_CPUS:
@@ -203,7 +203,7 @@ class TrafficChange:
 
 
 def check_change(change: TrafficChange) -> TrafficChange:
-    """Returns the change, or raises `InvalidArgument` naming every out-of-range field."""
+    """Return the change, or raise `InvalidArgument` naming every out-of-range field."""
     problems: list[tuple[str, object, str]] = []
     if change.weights is not None:
         problems += [
@@ -229,12 +229,12 @@ def check_change(change: TrafficChange) -> TrafficChange:
 
 
 def routed(routes: Sequence[HeaderRoute], headers: Mapping[str, str]) -> Iterable[str]:
-    """Returns the versions that these headers route to, in the order of the routes."""
+    """Return the versions that these headers route to, in the order of the routes."""
     return (route.version for route in routes if headers.get(route.header) == route.value)
 
 
 def headers_of(metadata: Iterable[tuple[str, str | bytes]], parameters: Parameters) -> dict[str, str]:
-    """Merges the call's headers with those of the request.
+    """Merge the call's headers with those of the request.
 
     The request's parameter `headers`, a JSON object of strings, takes precedence. Raises `InvalidArgument` if it is no
     such object.
@@ -318,7 +318,7 @@ class Spec(Durable):
     predictor: str = ""
 
     def scale(self, replicas: int = 0) -> Scale:
-        """Returns a version's scale in Ray Serve.
+        """Return a version's scale in Ray Serve.
 
         With autoscaling it starts with `replicas`, within the limits.
         """
@@ -356,7 +356,7 @@ def check_spec(
     allow_non_finite: bool = False,
     predictor: str = "",
 ) -> Spec:
-    """Returns the spec with its defaults.
+    """Return the spec with its defaults.
 
     Raises `InvalidArgument` naming every number that is out of range. In `autoscaling`, a `min_replicas` of 0 means 1,
     and a `rows_per_replica` of 0 a full batch.
@@ -510,7 +510,7 @@ class Deployment(Durable):
 
 
 def with_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
-    """Returns the deployment after its first version, `loaded`, was loaded.
+    """Return the deployment after its first version, `loaded`, was loaded.
 
     None if that changes nothing, because it was READY or is being deleted.
     """
@@ -520,14 +520,14 @@ def with_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> D
 
 
 def with_failure(deployment: Deployment, error: MillraceError, now_s: float) -> Deployment | None:
-    """Returns the deployment after its first version failed for good; None if it is no longer loading."""
+    """Return the deployment after its first version failed for good; None if it is no longer loading."""
     if deployment.state is not State.LOADING:
         return None
     return replace(deployment, state=State.FAILED, error=error.as_record(), update_time=now_s)
 
 
 def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
-    """Returns the deployment after a client's deletion request; None if it was requested before.
+    """Return the deployment after a client's deletion request; None if it was requested before.
 
     Raises `NotFound` and `Conflict` (`etag` is not the present one).
     """
@@ -536,7 +536,7 @@ def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: fl
 
 
 def deleting(deployment: Deployment, now_s: float) -> Deployment:
-    """Returns the deployment in state DELETING, with a running roll-out ended."""
+    """Return the deployment in state DELETING, with a running roll-out ended."""
     rollout = deployment.rollout
     if rollout is not None and rollout.under_way:
         error = Cancelled(f"{deployment.name} was deleted before the roll-out was done", reason="DELETED")
@@ -551,7 +551,7 @@ def deleting(deployment: Deployment, now_s: float) -> Deployment:
 
 
 def checked(deployment: Deployment | None, name: str, etag: str) -> Deployment:
-    """Returns the deployment that a request is about.
+    """Return the deployment that a request is about.
 
     Raises `NotFound` and `Conflict` (`etag` is not the present one).
     """
@@ -567,7 +567,7 @@ def checked(deployment: Deployment | None, name: str, etag: str) -> Deployment:
 
 
 def with_removal(deployment: Deployment, now_s: float) -> Deployment | None:
-    """Returns the deployment after its applications are removed; None unless it was being deleted."""
+    """Return the deployment after its applications are removed; None unless it was being deleted."""
     if deployment.state is not State.DELETING:
         return None
     return replace(deployment, state=State.GONE, update_time=now_s)
@@ -578,7 +578,7 @@ def with_removal(deployment: Deployment, now_s: float) -> Deployment | None:
 
 
 def application_name(deployment: Deployment, version: ModelVersion) -> str:
-    """Returns the Ray Serve application of one version.
+    """Return the Ray Serve application of one version.
 
     The uid keeps a deployment apart from replicas of an earlier one with the same name.
     """
@@ -586,5 +586,5 @@ def application_name(deployment: Deployment, version: ModelVersion) -> str:
 
 
 def uid_of(application: str) -> str:
-    """Returns the uid of the deployment: the inverse of `application_name`."""
+    """Return the uid of the deployment: the inverse of `application_name`."""
     return application.rpartition("-v")[0]

@@ -191,7 +191,7 @@ def check_plan(
     allow_new_signature: bool = False,
     comparison: Comparison | None = None,
 ) -> RolloutPlan:
-    """Returns the plan with its defaults.
+    """Return the plan with its defaults.
 
     Raises `InvalidArgument` naming every out-of-range field.
     """
@@ -271,7 +271,7 @@ class Difference:
     refused_by_one: int = 0
 
     def add(self, specs: Sequence[TensorSpec], old: Sequence[Array], new: Sequence[Array]) -> None:
-        """Adds the outputs of both versions for some rows, in the order of `specs`."""
+        """Add the outputs of both versions for some rows, in the order of `specs`."""
         self.rows += len(old[0])
         for spec, one, other in zip(specs, old, new, strict=True):
             if spec.name == LABEL:
@@ -282,7 +282,7 @@ class Difference:
                 self.greatest = max(self.greatest, float("inf") if np.isnan(greatest) else float(greatest))
 
     def add_refused(self, specs: Sequence[TensorSpec], *, by_both: bool) -> None:
-        """Adds a row that one version, or both, refuse.
+        """Add a row that one version, or both, refuse.
 
         `specs` are the outputs of the model.
         """
@@ -301,7 +301,7 @@ class Difference:
 
 
 def falls_short(comparison: Comparison, seen: Compared) -> str:
-    """Returns which limit of the comparison is not met; empty if all are."""
+    """Return which limit of the comparison is not met; empty if all are."""
     if comparison.min_agreement is not None:
         if seen.agreement is None:
             return "its outputs have no label, so that there is no agreement to compare; use max_difference"

@@ -24,7 +24,7 @@ from shared.errors import Cancelled, FailedPrecondition, MillraceError, invalid_
 
 
 def shares(weights: Mapping[str, int], total: int) -> dict[str, int]:
-    """Divides `total` in proportion to the weights, in whole numbers.
+    """Divide `total` in proportion to the weights, in whole numbers.
 
     At least one weight is not 0. The remainder goes to those that lost most by rounding down; of equal ones, the first.
     """
@@ -37,7 +37,7 @@ def shares(weights: Mapping[str, int], total: int) -> dict[str, int]:
 
 
 def check_can_begin(deployment: Deployment, what: str = "a roll-out can begin") -> None:
-    """Raises `FailedPrecondition` unless the deployment is READY, without a running roll-out.
+    """Raise `FailedPrecondition` unless the deployment is READY, without a running roll-out.
 
     `what` names the refused action in the error.
     """
@@ -61,7 +61,7 @@ def next_number(deployment: Deployment) -> str:
 
 
 def begun(deployment: Deployment, version: ModelVersion, rollout: Rollout, now_s: float) -> Deployment:
-    """Returns the deployment with a new roll-out of `version`, which has the next number.
+    """Return the deployment with a new roll-out of `version`, which has the next number.
 
     `rollout.before` becomes the present weights. Raises the errors of `check_can_begin`.
     """
@@ -77,7 +77,7 @@ def begun(deployment: Deployment, version: ModelVersion, rollout: Rollout, now_s
 
 
 def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
-    """Returns the deployment after a version was loaded, with its signature.
+    """Return the deployment after a version was loaded, with its signature.
 
     The first version makes the deployment READY. A roll-out's version gets the traffic of the first step, or is
     compared first if the plan has a comparison. If clients of the old version could not use it, it ends the roll-out.
@@ -102,7 +102,7 @@ def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: flo
 
 
 def with_compared(deployment: Deployment, uid: str, compared: Compared, now_s: float) -> Deployment | None:
-    """Returns the deployment at the first step, after the versions agreed enough."""
+    """Return the deployment at the first step, after the versions agreed enough."""
     rollout = deployment.rollout
     if rollout is None or (rollout.uid, rollout.state) != (uid, RolloutState.COMPARING):
         return None
@@ -112,7 +112,7 @@ def with_compared(deployment: Deployment, uid: str, compared: Compared, now_s: f
 def with_unlike(
     deployment: Deployment, uid: str, compared: Compared, error: MillraceError, now_s: float
 ) -> Deployment | None:
-    """Returns the deployment rolled back, after the versions differed too much."""
+    """Return the deployment rolled back, after the versions differed too much."""
     after = with_traffic_back(deployment, uid, error, now_s)
     if after is None or after.rollout is None:
         return None
@@ -120,7 +120,7 @@ def with_unlike(
 
 
 def with_version_failed(deployment: Deployment, number: str, error: MillraceError, now_s: float) -> Deployment | None:
-    """Returns the deployment after a version failed to load for good.
+    """Return the deployment after a version failed to load for good.
 
     The first version fails the deployment, a roll-out's version ends the roll-out. Any other version was loaded before,
     and is tried again.
@@ -132,7 +132,7 @@ def with_version_failed(deployment: Deployment, number: str, error: MillraceErro
 
 
 def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) -> Deployment | None:
-    """Returns the deployment after `step` of that roll-out: at the next step, or done after the last."""
+    """Return the deployment after `step` of that roll-out: at the next step, or done after the last."""
     rollout = deployment.rollout
     if rollout is None or (rollout.uid, rollout.state, rollout.step) != (uid, RolloutState.SHIFTING, step):
         return None
@@ -143,7 +143,7 @@ def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) ->
 
 
 def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, now_s: float) -> Deployment | None:
-    """Returns the deployment after that roll-out was ended early.
+    """Return the deployment after that roll-out was ended early.
 
     The old versions get their traffic back, and the new one is retired.
     """
@@ -154,7 +154,7 @@ def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, no
 
 
 def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
-    """Returns the deployment as before the newest roll-out, on a client's request; None if it is so already.
+    """Return the deployment as before the newest roll-out, on a client's request; None if it is so already.
 
     Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to, or no longer).
     """
@@ -187,7 +187,7 @@ def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: fl
 
 
 def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
-    """Retires versions that have no traffic, are in no roll-out and are not kept by the policy."""
+    """Retire versions that have no traffic, are in no roll-out and are not kept by the policy."""
     there = [version.number for version in deployment.versions if version.retired_at is None]
     kept = {*deployment.spec.version_policy.keeps(there)}
     if deployment.rollout is not None and deployment.rollout.under_way:
@@ -207,7 +207,7 @@ def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
 
 
 def with_change(deployment: Deployment | None, name: str, change: TrafficChange, etag: str, now_s: float) -> Deployment:
-    """Returns the deployment with a client's change of traffic and version policy.
+    """Return the deployment with a client's change of traffic and version policy.
 
     Versions that the policy now keeps stay, even if the roll-out has just retired them.
 
@@ -243,7 +243,7 @@ def with_change(deployment: Deployment | None, name: str, change: TrafficChange,
 
 
 def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: float) -> Deployment | None:
-    """Returns the deployment without these retired versions, once no process can use them."""
+    """Return the deployment without these retired versions, once no process can use them."""
     left = tuple(
         version for version in deployment.versions if version.number not in numbers or version.retired_at is None
     )
@@ -253,7 +253,7 @@ def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: f
 
 
 def _kept_again(deployment: Deployment, now_s: float) -> Deployment:
-    """Returns the deployment with the old versions that its policy keeps restored.
+    """Return the deployment with the old versions that its policy keeps restored.
 
     The end of the newest roll-out may have retired them, since a policy that was requested with the roll-out may arrive
     after its end.
@@ -276,7 +276,7 @@ def _first_step(rollout: Rollout, now_s: float) -> Rollout:
 
 
 def _shifted(deployment: Deployment, rollout: Rollout, now_s: float) -> Deployment:
-    """Returns the deployment with the traffic of the roll-out's present step."""
+    """Return the deployment with the traffic of the roll-out's present step."""
     percent = rollout.present.percent
     weights = {**shares(rollout.before, ALL_TRAFFIC - percent), rollout.version: percent}
     return replace(_weighed(deployment, weights, now_s), rollout=rollout)
@@ -300,7 +300,7 @@ def _weights(versions: Iterable[ModelVersion]) -> dict[str, int]:
 
 
 def _weighed(deployment: Deployment, weights: Mapping[str, int], now_s: float) -> Deployment:
-    """Returns the deployment with these weights; versions without a weight get no traffic."""
+    """Return the deployment with these weights; versions without a weight get no traffic."""
     changed = {
         version.number: replace(version, weight=weights.get(version.number, 0)) for version in deployment.versions
     }
@@ -313,7 +313,7 @@ def _changed(deployment: Deployment, versions: Mapping[str, ModelVersion], now_s
 
 
 def _serves_alike(old: Signature, new: Signature | None) -> bool:
-    """Returns whether the new version serves clients of the old: it may offer more, but not less."""
+    """Return whether the new version serves clients of the old: it may offer more, but not less."""
     return old == new and new is not None and len(old.offered) <= len(new.offered)
 
 

@@ -67,19 +67,19 @@ DATATYPES: dict[str, Datatype] = {
 
 
 def datatype_of(dtype: np.dtype[Any]) -> str | None:
-    """Returns the datatype of these numbers; None if the protocol has none."""
+    """Return the datatype of these numbers; None if the protocol has none."""
     little = dtype.newbyteorder("<")
     exact = (name for name, one in DATATYPES.items() if one.dtype == little and name not in ("BF16", "BYTES"))
     return next(exact, None)
 
 
 def bfloat16_to_float32(bits: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    """Converts bfloat16 bit patterns, any shape, to float32, exactly."""
+    """Convert bfloat16 bit patterns, any shape, to float32, exactly."""
     return (bits.astype("<u4") << np.uint32(16)).view("<f4")
 
 
 def float32_to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    """Converts float32 to bfloat16 bit patterns, rounding half to even.
+    """Convert float32 to bfloat16 bit patterns, rounding half to even.
 
     A NaN stays a NaN and keeps its upper bits.
     """
@@ -123,7 +123,7 @@ class WireTensor:
 
 
 def decode_ahead(tensor: WireTensor) -> WireTensor:
-    """Returns the same tensor, `decoded`.
+    """Return the same tensor, `decoded`.
 
     Raises nothing: the later caller of `decode` may find another error first.
     """
@@ -134,7 +134,7 @@ def decode_ahead(tensor: WireTensor) -> WireTensor:
 
 
 def decode(tensor: WireTensor) -> Array:
-    """Returns the tensor as an array of its shape; read-only if it views the message.
+    """Return the tensor as an array of its shape; read-only if it views the message.
 
     BOOL is bool, BF16 float32, BYTES an object array of bytes. Raises `InvalidArgument`, naming the tensor, for an
     unknown datatype, dimensions below zero or overflowing, both contents at once, contents of another kind, too few or
@@ -158,7 +158,7 @@ def decode(tensor: WireTensor) -> Array:
 
 
 def encode_raw(datatype: str, values: Array) -> bytes:
-    """Returns the array in raw form.
+    """Return the array in raw form.
 
     `values` has the datatype's own dtype: float32 for BF16, bytes objects for BYTES.
     """
@@ -171,7 +171,7 @@ def encode_raw(datatype: str, values: Array) -> bytes:
 
 
 def encode_typed(datatype: str, values: Array) -> tuple[str, list[Any]]:
-    """Returns (field of InferTensorContents, elements in row-major order).
+    """Return (field of InferTensorContents, elements in row-major order).
 
     FP16 and BF16 have no typed form.
     """
@@ -186,7 +186,7 @@ def has_typed_form(datatype: str) -> bool:
 
 
 def check_shape(tensor: WireTensor) -> int:
-    """Returns the number of elements.
+    """Return the number of elements.
 
     Raises `InvalidArgument` for dimensions that are below zero, overflow, or are too many.
     """
@@ -320,14 +320,14 @@ class Rows:
         return len(next(iter(self.values.values())))
 
     def slice(self, start: int, stop: int) -> Rows:
-        """Returns the rows `start` to `stop`, without a copy."""
+        """Return the rows `start` to `stop`, without a copy."""
         values = {name: whole[start:stop] for name, whole in self.values.items()}
         nulls = {name: flags[start:stop] for name, flags in self.nulls.items()}
         return Rows(self.form, values, nulls, size_bytes=sum(map(bytes_of, values.values())))
 
     @staticmethod
     def joined(parts: Sequence[Rows]) -> Rows:
-        """Concatenates the rows of all parts, which have one form and one model."""
+        """Concatenate the rows of all parts, which have one form and one model."""
         if len(parts) == 1:
             return parts[0]
         names = {name: None for part in parts for name in part.nulls}
@@ -343,7 +343,7 @@ class Rows:
 
 
 def bytes_of(values: Array) -> int:
-    """Returns the bytes of an array; for an object array, the bytes of its elements."""
+    """Return the bytes of an array; for an object array, the bytes of its elements."""
     return sum(map(len, values.flat)) if values.dtype.kind == "O" else values.nbytes
 
 
@@ -374,7 +374,7 @@ class Outputs:
         )
 
     def checked(self, first_row: int = 0) -> Sequence[Array]:
-        """Returns the arrays.
+        """Return the arrays.
 
         Raises `InvalidArgument` naming the refused rows, counted from `first_row`, or else the error of the first
         failed row.
@@ -523,7 +523,7 @@ def rows_of(
     max_rows: int,
     admit: Callable[[int, str], None] = lambda _rows, _form: None,
 ) -> Rows:
-    """Decodes the request's input and fits it to the model.
+    """Decode the request's input and fit it to the model.
 
     Raises `InvalidArgument` naming the tensor that does not fit. `admit` is called with the number of rows and their
     form after names and shapes are checked, and before the tensors are decoded, which may take much longer. It raises
@@ -541,7 +541,7 @@ def rows_of(
 
 
 def count_rows(signature: Signature, tensors: Sequence[WireTensor], max_rows: int) -> tuple[int, str]:
-    """Returns the number of rows and the form that `rows_of` would return.
+    """Return the number of rows and the form that `rows_of` would return.
 
     Raises the same errors, except those about the contents.
     """
@@ -552,7 +552,7 @@ def count_rows(signature: Signature, tensors: Sequence[WireTensor], max_rows: in
 def _fitted(
     signature: Signature, tensors: Sequence[WireTensor], max_rows: int
 ) -> tuple[dict[str, WireTensor], int, str]:
-    """Returns the tensors by name, their number of rows, and their form."""
+    """Return the tensors by name, their number of rows, and their form."""
     wanted = signature.by_name
     flags = signature.null_flags
     given: dict[str, WireTensor] = {}
@@ -581,7 +581,7 @@ def _fitted(
 
 
 def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
-    """Returns whether the rows are prepared; a tensor that fits both forms is raw."""
+    """Return whether the rows are prepared; a tensor that fits both forms is raw."""
     prepared = signature.prepared
     if prepared is None or list(given) != [prepared.name]:
         return False
@@ -594,7 +594,7 @@ def _is_prepared(signature: Signature, given: Mapping[str, WireTensor]) -> bool:
 
 
 def _rows_in(given: Mapping[str, WireTensor], max_rows: int) -> int:
-    """Returns the number of rows, which must be equal for all tensors."""
+    """Return the number of rows, which must be equal for all tensors."""
     first = next(iter(given.values()))
     for name, tensor in given.items():
         check_shape(tensor)
@@ -608,7 +608,7 @@ def _rows_in(given: Mapping[str, WireTensor], max_rows: int) -> int:
 
 
 def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -> int:
-    """Returns the approximate memory, without reading each element if the raw bytes give it."""
+    """Return the approximate memory, without reading each element if the raw bytes give it."""
     size = 0
     for name, tensor in given.items():
         values = decoded[name]
@@ -617,7 +617,7 @@ def _size_bytes(given: Mapping[str, WireTensor], decoded: Mapping[str, Array]) -
 
 
 def _misfit(signature: Signature, spec: TensorSpec, tensor: WireTensor) -> InvalidArgument:
-    """Returns the error for a tensor that should match `spec`."""
+    """Return the error for a tensor that should match `spec`."""
     accepted = [(spec, "raw rows" if spec in signature.raw else "")]
     if signature.prepared and tensor.name == signature.prepared.name and spec != signature.prepared:
         accepted.append((signature.prepared, "prepared"))
@@ -636,7 +636,7 @@ def _inputs(signature: Signature) -> str:
 
 
 def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[TensorSpec, ...]:
-    """Returns the outputs to send, in the order requested.
+    """Return the outputs to send, in the order requested.
 
     If none is named, returns all but those sent only on request.
     """
@@ -653,7 +653,7 @@ def outputs_wanted(signature: Signature, requested: Sequence[str]) -> tuple[Tens
 
 
 def check_answer_fits(tensor_specs: Sequence[TensorSpec], rows: int, max_bytes: int) -> None:
-    """Raises `InvalidArgument` if these outputs exceed the bytes of an answer."""
+    """Raise `InvalidArgument` if these outputs exceed the bytes of an answer."""
     row_bytes = sum(spec.row_bytes for spec in tensor_specs)
     if rows * row_bytes > max_bytes:
         fewer = f"send at most {max_bytes // row_bytes} rows, or " if row_bytes <= max_bytes else ""
@@ -697,7 +697,7 @@ class RequestedOutput:
 
 
 def request_options_of(parameters: Parameters) -> RequestOptions:
-    """Returns the request's options; raises `InvalidArgument` naming the parameter."""
+    """Return the request's options; raise `InvalidArgument` naming the parameter."""
     priority = _count("parameters", parameters, "priority", "use 1, the most urgent, to 10; 0 is the default")
     timeout_us = _count("parameters", parameters, "timeout", "use microseconds; 0 is no timeout")
     return RequestOptions(
@@ -707,7 +707,7 @@ def request_options_of(parameters: Parameters) -> RequestOptions:
 
 
 def requested_output(field: str, name: str, parameters: Parameters) -> RequestedOutput:
-    """Returns a requested output; raises `InvalidArgument`.
+    """Return a requested output; raise `InvalidArgument`.
 
     `field` is the output's path in the request.
     """
@@ -717,7 +717,7 @@ def requested_output(field: str, name: str, parameters: Parameters) -> Requested
 
 
 def check_no_shared_memory(field: str, name: str, parameters: Parameters) -> None:
-    """Raises `InvalidArgument` for shared memory, which the service cannot read or write."""
+    """Raise `InvalidArgument` for shared memory, which the service cannot read or write."""
     if SHARED_MEMORY in parameters:
         remedy = f"tensor {name[:100]!r}: shared memory is not served; send tensors in the messages"
         raise invalid_field(f"{field}.parameters.{SHARED_MEMORY}", parameters[SHARED_MEMORY], remedy)
@@ -735,7 +735,7 @@ def _count(field: str, parameters: Parameters, name: str, remedy: str) -> int:
 
 
 def check_classifiable(tensor_specs: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> None:
-    """Raises `InvalidArgument` naming an output that cannot be classified.
+    """Raise `InvalidArgument` naming an output that cannot be classified.
 
     `tensor_specs` has the outputs `requested`. Their rows must be lists of numbers.
     """
@@ -746,7 +746,7 @@ def check_classifiable(tensor_specs: Sequence[TensorSpec], requested: Sequence[R
 
 
 def named(labels: Array, class_names: Sequence[str]) -> Array:
-    """Converts `labels` (B), from 0, to (B) bytes objects, UTF-8.
+    """Convert `labels` (B), from 0, to (B) bytes objects, UTF-8.
 
     Empty for a class without a name.
     """
@@ -757,7 +757,7 @@ def named(labels: Array, class_names: Sequence[str]) -> Array:
 
 
 def classified(values: Array, top: int, class_names: Sequence[str] = ()) -> Array:
-    """Converts `values` (B, …) to (B, min(top, numbers of a row)) bytes objects, "value:index".
+    """Convert `values` (B, …) to (B, min(top, numbers of a row)) bytes objects, "value:index".
 
     The greatest number comes first; of equal numbers the first, and NaN last. Numbers with a name are
     "value:index:name".

@@ -79,7 +79,7 @@ class Recent:
         second.took_s(total_s)
 
     def failed(self, now_s: float, status: str, total_s: float) -> None:
-        """Counts a failed request.
+        """Count a failed request.
 
         `status` is the name of its status. `total_s` is its duration or, if it was refused because its time was too
         short, the time that it had.
@@ -92,7 +92,7 @@ class Recent:
             second.took_s(total_s)
 
     def counts(self, now_s: float, window_s: float) -> Counts:
-        """Returns the counts of the last `window_s`, to a second."""
+        """Return the counts of the last `window_s`, to a second."""
         took: dict[int, int] = {}
         answered = faults = 0
         for one in self._seconds:
@@ -125,7 +125,7 @@ def _p99_s(took: Mapping[int, int]) -> float:
 
 
 def passed_limit(limits: RolloutLimits, new: Seen, old: Seen) -> str:
-    """Returns which limit the new version has exceeded; empty if none."""
+    """Return which limit the new version has exceeded; empty if none."""
     if new.requests < limits.min_requests:
         return ""
     share = new.faults / new.requests
@@ -214,7 +214,7 @@ class Statistics:
         infer_s: float,
         output_s: float,
     ) -> None:
-        """Counts an answered request, `total_s` after its message arrived.
+        """Count an answered request, `total_s` after its message arrived.
 
         `model_s` is its time in the batcher, of which `input_s` and `infer_s` were preprocessing and compute; the rest
         was waiting and transfer.
@@ -239,7 +239,7 @@ class Statistics:
         min_s: float = 0.0,
         counts_against_version: bool = True,
     ) -> None:
-        """Counts a request that ended with another status, by name.
+        """Count a request that ended with another status, by name.
 
         `limit_s` is the time that it had, `min_s` the time that any version needs: a request with less is late by its
         own fault. `counts_against_version` is False if the version was not involved, because it had no replicas yet or
@@ -251,7 +251,7 @@ class Statistics:
             self.recent.failed(now_s, status, max(total_s, limit_s or 0.0))
 
     def shadow_ended(self, status: str) -> None:
-        """Counts a copy of a request, which counts nowhere else."""
+        """Count a copy of a request, which counts nowhere else."""
         self.shadowed[status] = self.shadowed.get(status, 0) + 1
 
     def batch_ran(self, *, rows: int, round_trip_s: float, input_s: float, infer_s: float, output_s: float) -> None:

@@ -20,7 +20,7 @@ ROWS, REFUSED = "millrace_rows", "millrace_refused"
 
 
 def by_rows(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """Returns the wanted number of replicas.
+    """Return the wanted number of replicas.
 
     Serve applies limits and delays. `target_ongoing_requests` is in rows.
     """
@@ -34,7 +34,7 @@ def by_rows(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 def _newest(context: AutoscalingContext, metric: str) -> float | None:
-    """Returns the maximum of the replicas' last records.
+    """Return the maximum of the replicas' last records.
 
     All get the same reports, but one may have missed the last.
     """

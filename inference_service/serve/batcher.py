@@ -110,7 +110,7 @@ class Batcher:
     async def submit(
         self, rows: Rows, remaining_s: float | None, priority: int = DEFAULT_PRIORITY, *, admitted: bool = False
     ) -> Outputs:
-        """Returns the outputs of these rows, in their order.
+        """Return the outputs of these rows, in their order.
 
         A request may have any number of rows. `remaining_s` is the caller's remaining time, None for no deadline. Rows
         with a lower `priority` value (1 to `PRIORITY_LEVELS`) are sent first, however long others have waited. If the
@@ -153,7 +153,7 @@ class Batcher:
         *,
         again: bool = False,
     ) -> None:
-        """Checks a request before its rows are decoded.
+        """Check a request before its rows are decoded.
 
         Raises the errors that `submit` would raise at once for this many rows. `again` is True if the request was
         admitted earlier and time has passed since.
@@ -165,7 +165,7 @@ class Batcher:
         self._admit(rows, form, deadline_s, priority, now_s, again=again)
 
     async def emptied(self) -> None:
-        """Waits until no row of this batcher is queued.
+        """Wait until no row of this batcher is queued.
 
         Background work uses it to let requests go first.
         """
@@ -173,7 +173,7 @@ class Batcher:
             await self._queue.emptied.wait()
 
     def background(self) -> Batcher:
-        """Returns the batcher for rows that belong to no request.
+        """Return the batcher for rows that belong to no request.
 
         It sends to the same model but has its own queue, so its rows never share a batch with requests. Its batches are
         not counted in the statistics. It closes with this batcher.
@@ -185,7 +185,7 @@ class Batcher:
         return self._background
 
     def scale(self, replicas: int) -> None:
-        """Sets the number of replicas of the model.
+        """Set the number of replicas of the model.
 
         With 0 replicas, batches are still sent, as for one replica, to find out when the model is back.
         """
@@ -201,18 +201,18 @@ class Batcher:
             self._pump()
 
     def computing_s(self, rows: int) -> float:
-        """Returns the expected compute time of `rows` rows, or of a full batch, in seconds.
+        """Return the expected compute time of `rows` rows, or of a full batch, in seconds.
 
         Excludes the transfer, which includes the wait for the batch before. 0 while there is no measurement.
         """
         return self._times.computing_s(self._of_a_batch(rows))
 
     def load(self) -> Load:
-        """Returns the load since the last call."""
+        """Return the load since the last call."""
         return self._load.read(self._loop.time())
 
     async def drain(self, unresponsive_s: float) -> None:
-        """Stops accepting rows and waits until all accepted rows are answered.
+        """Stop accepting rows and wait until all accepted rows are answered.
 
         There is no overall time limit. If `unresponsive_s` seconds pass without an answer, the remaining rows fail.
         """
@@ -230,7 +230,7 @@ class Batcher:
         self._in_flight.give_up()
 
     def close(self, why: str) -> None:
-        """Refuses all further rows."""
+        """Refuse all further rows."""
         self._closed = self._in_flight.why_given_up = why
         if self._background is not None:
             self._background.close(why)
@@ -271,14 +271,14 @@ class Batcher:
             raise
 
     def _crowding(self, now_s: float, replicas: int) -> float:
-        """Returns the factor for the work ahead, see `TOLERATED_LOAD`."""
+        """Return the factor for the work ahead, see `TOLERATED_LOAD`."""
         remembered_s = LOAD_S * (1 - math.exp((self._idle_s - now_s - LITTLE_S) / LOAD_S))
         batches_per_s = self._offered.at(now_s) / remembered_s / self._limits.max_rows
         load = batches_per_s * self._times.typical_compute_s(self._limits.max_rows) / replicas
         return min(max(load / TOLERATED_LOAD, 1.0) ** 5, MOST_CROWDED)
 
     def _ends_s(self, rows: int, now_s: float, start_s: float, deviations: float) -> float:
-        """Returns when the answers of a batch of `rows` rows, begun at `start_s`, reach the client.
+        """Return when the answers of a batch of `rows` rows, begun at `start_s`, reach the client.
 
         Assumes that everything takes `deviations` mean deviations longer than expected.
         """
@@ -289,14 +289,14 @@ class Batcher:
         return {*self._in_flight.batches, *(entry.future for entry in self._queue)}
 
     def _answer_s(self) -> float:
-        """Returns an upper bound of the time from a batch's return to its answers' arrival."""
+        """Return an upper bound of the time from a batch's return to its answers' arrival."""
         return self._answering.bound_s(1) + WIRE_S
 
     def _of_a_batch(self, rows: int) -> int:
         return min(max(rows, 1), self._limits.max_rows)
 
     def _pump(self) -> None:
-        """Sends and refuses all entries that are due, until the policy says to wait.
+        """Send and refuse all entries that are due, until the policy says to wait.
 
         The module's docstring lists when a batch is due.
         """
@@ -401,7 +401,7 @@ class InFlight:
         self._begin()
 
     def frees_s(self, now_s: float) -> list[float]:
-        """Returns when each replica is expected to be free, the earliest first."""
+        """Return when each replica is expected to be free, the earliest first."""
         frees_s: list[float] = []
         behind = []
         for batch in self.batches.values():
@@ -418,7 +418,7 @@ class InFlight:
         return sorted(frees_s)
 
     def send(self, entries: list[Entry]) -> None:
-        """Sends one batch of rows of one form."""
+        """Send one batch of rows of one form."""
         self.last_rows = sum(entry.waiting.rows for entry in entries)
         # The compute time in the replica alone, without the transfer and the wait for the batch before.
         batch = Batch(self._times.computing_s(self.last_rows), None)
@@ -440,7 +440,7 @@ class InFlight:
         task.add_done_callback(done)
 
     def _begin(self) -> None:
-        """Marks the batches that a returned batch has unblocked as begun."""
+        """Mark the batches that a returned batch has unblocked as begun."""
         for batch in islice(self.batches.values(), self._replicas):
             if batch.begun_s is None:
                 batch.begun_s = self._loop.time()
@@ -536,7 +536,7 @@ class Entry:
         self.traced = traced
 
     def outputs(self) -> Sequence[Array]:
-        """Returns the outputs; call it only once the entry is answered."""
+        """Return the outputs; call it only once the entry is answered."""
         if not self.pieces:
             return self.future.result()
         return [np.concatenate(parts) for parts in zip(*(piece.future.result() for piece in self.pieces), strict=True)]
@@ -571,12 +571,12 @@ class PriorityQueue:
         return any(self._turns)
 
     def of_next_form(self) -> Iterator[Entry]:
-        """Iterates over the entries that may share a batch with the first one, in order."""
+        """Iterate over the entries that may share a batch with the first one, in order."""
         first = next(iter(self), None)
         return self._in_order(self._forms[first.waiting.form]) if first is not None else iter(())
 
     def batches_ahead(self, rows: int, form: str, priority: int) -> int:
-        """Returns how many batches would go before the one with the last of `rows` new rows.
+        """Return how many batches would go before the one with the last of `rows` new rows.
 
         A new large request takes turns, batch by batch, with the large requests of its priority. Before a smaller
         request they take only the whole batches that they are owed; in a shared batch they get the space left over.
@@ -605,7 +605,7 @@ class PriorityQueue:
         return others + (ahead.get(form, 0) + rows - 1) // self._max_rows
 
     def put(self, rows: Rows, priority: int, now_s: float, deadline_s: float) -> Entry:
-        """Queues the rows of one request, any number of them."""
+        """Queue the rows of one request, any number of them."""
         large = len(rows) > self._max_rows
         waiting = Waiting(len(rows), rows.form, now_s, deadline_s, rows.size_bytes, divisible=large)
         future: asyncio.Future[Sequence[Array]] = self._loop.create_future()
@@ -616,7 +616,7 @@ class PriorityQueue:
         return entry
 
     def take(self, chosen: Sequence[tuple[Entry, int]]) -> list[Entry]:
-        """Removes a batch from the queue: the first `rows` rows of each chosen entry.
+        """Remove a batch from the queue: the first `rows` rows of each chosen entry.
 
         Only of a large request may rows be left over; they wait behind all entries of the same priority.
         """
@@ -661,7 +661,7 @@ class PriorityQueue:
                 entry.traced.end()
 
     def release(self, entry: Entry) -> None:
-        """Removes a finished request from the queue and breaks its reference cycles.
+        """Remove a finished request from the queue and breaks its reference cycles.
 
         An error's traceback refers to the entry, and the entry's future to the error. Anything kept here would hold all
         rows until the garbage collector runs.
@@ -702,12 +702,12 @@ class PriorityQueue:
 
 
 def _turn(entry: Entry) -> int:
-    """Returns the index of the entry's priority and size class, when large requests are owed nothing."""
+    """Return the index of the entry's priority and size class, when large requests are owed nothing."""
     return 2 * entry.level + int(entry.waiting.divisible)
 
 
 def _gather(entry: Entry, piece: Entry, answered: asyncio.Future[Sequence[Array]]) -> None:
-    """Completes a large request once its last piece is answered, or one has failed."""
+    """Complete a large request once its last piece is answered, or one has failed."""
     if answered.cancelled():
         return
     error = answered.exception()
@@ -724,7 +724,7 @@ def _gather(entry: Entry, piece: Entry, answered: asyncio.Future[Sequence[Array]
 
 
 def fail(entries: Iterable[Entry], error: Exception) -> None:
-    """Fails all entries that are not done yet."""
+    """Fail all entries that are not done yet."""
     for entry in entries:
         if not entry.future.done():
             entry.future.set_exception(error)

@@ -98,7 +98,7 @@ class Inference:
         *,
         ends_itself: bool = False,
     ) -> pb.ModelInferResponse:
-        """Answers one request.
+        """Answer one request.
 
         `remaining_s` is the caller's remaining time, None for no deadline. `metadata` returns the metadata of the call.
         With `ends_itself` the caller cancels this coroutine when the time has passed.
@@ -174,7 +174,7 @@ class Inference:
     async def streamed(
         self, request: pb.ModelInferRequest, remaining_s: float, metadata: Metadata
     ) -> pb.ModelStreamInferResponse:
-        """Answers one request of a stream.
+        """Answer one request of a stream.
 
         Errors become error messages, so the stream continues after a failed request. Runs as its own task and logs one
         line, as a call does.
@@ -199,7 +199,7 @@ class Inference:
 
 
 async def _decoded(request: pb.ModelInferRequest, inputs: Sequence[WireTensor]) -> Sequence[WireTensor]:
-    """Decodes large typed contents in a thread.
+    """Decode large typed contents in a thread.
 
     A cancelled call that has not started decodes nothing.
     """
@@ -209,7 +209,7 @@ async def _decoded(request: pb.ModelInferRequest, inputs: Sequence[WireTensor]) 
 async def _message(
     request: pb.ModelInferRequest, answer: Answer, requested: Sequence[RequestedOutput]
 ) -> pb.ModelInferResponse:
-    """Converts the answer to its message, which carries the lineage of the version as parameters.
+    """Convert the answer to its message, which carries the lineage of the version as parameters.
 
     A large answer is converted in a thread, so that other requests do not wait.
 
@@ -235,7 +235,7 @@ def _large_message(
 
 
 def _rows_of(request: pb.ModelInferRequest) -> int:
-    """Returns the row count that the first tensor declares, without checking it."""
+    """Return the row count that the first tensor declares, without checking it."""
     return request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
 
 
@@ -244,7 +244,7 @@ def _limit(requests: RequestOptions, remaining_s: float | None) -> float | None:
 
 
 async def _ended_within(limit_s: float | None, inferring: Awaitable[Answer]) -> Answer:
-    """Awaits the answer and raises `DeadlineExceeded` after `limit_s`."""
+    """Await the answer and raise `DeadlineExceeded` after `limit_s`."""
     try:
         async with asyncio.timeout(limit_s) as timer:
             return await inferring
@@ -295,7 +295,7 @@ class Dispatcher:
         priority: int = DEFAULT_PRIORITY,
         decoding: Decoding | None = None,
     ) -> Answer:
-        """Runs the model and returns its raw outputs.
+        """Run the model and return its raw outputs.
 
         The outputs are not classified, even if `requested` asks for a classification; `LABEL_NAME` has the label's
         values. `remaining_s` is the caller's remaining time, None for no deadline. `decoding`, if given, decodes the
@@ -350,7 +350,7 @@ class Dispatcher:
         )
 
     def turned_away(self) -> None:
-        """Counts a request that was refused before its model was known.
+        """Count a request that was refused before its model was known.
 
         It counts as load of no model: this process was short of time, and more replicas would not help.
         """
@@ -358,7 +358,7 @@ class Dispatcher:
 
     @contextmanager
     def _reserving(self, size_bytes: int) -> Iterator[None]:
-        """Reserves `size_bytes` for a request within the block.
+        """Reserve `size_bytes` for a request within the block.
 
         Raises `MemoryFull`, which counts as load of no model: the memory is this process's and may be held by requests
         for other models. Models scale by the rows that wait.
@@ -372,7 +372,7 @@ class Dispatcher:
     def _shadow(
         self, deployment: Deployment, version: ModelVersion, shadow: Shadow, rows: Rows, batcher: Batcher
     ) -> None:
-        """Sends a copy to the shadow for the configured percentage of requests."""
+        """Send a copy to the shadow for the configured percentage of requests."""
         target = find_version(deployment, shadow.version)
         # A target with traffic of its own would have copies and real requests in the same batches.
         if target is None or target.weight or target.number == version.number or target.signature != version.signature:
@@ -384,7 +384,7 @@ class Dispatcher:
 
 
 def _unclassified(tensor_specs: Sequence[TensorSpec], requested: Sequence[RequestedOutput]) -> Sequence[TensorSpec]:
-    """Returns the outputs that are sent unclassified.
+    """Return the outputs that are sent unclassified.
 
     `tensor_specs` has the outputs `requested`, or all outputs.
     """
@@ -416,7 +416,7 @@ class Shadowing:
         self._copies: set[asyncio.Task[None]] = set()
 
     def copy(self, rows: Rows, real: Batcher, version: str, shadow: Batcher | None, statistics: Statistics) -> None:
-        """Sends the rows to the shadow's model and returns at once.
+        """Send the rows to the shadow's model and return at once.
 
         Copies never share a batch with real requests. The copy is shed if anything waits for either model, so that a
         busy machine does not get busier, or if it would leave real requests less than half of the memory limit.
@@ -477,7 +477,7 @@ class InFlightBytes:
         self._reserved = 0
 
     def reserve(self, size: int) -> None:
-        """Reserves `size` bytes until `release`.
+        """Reserve `size` bytes until `release`.
 
         A request is always accepted if nothing else is in flight, whatever its size. Otherwise raises `MemoryFull` if
         the limit would be exceeded.
@@ -495,5 +495,5 @@ class InFlightBytes:
         self._reserved -= size
 
     def would_leave_half(self, size: int) -> bool:
-        """Returns whether half of the limit would remain for others."""
+        """Return whether half of the limit would remain for others."""
         return self._reserved + size <= self._max_bytes // 2

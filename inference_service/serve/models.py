@@ -39,7 +39,7 @@ class LossDetector:
         self.lost: frozenset[str] = frozenset()
 
     def read(self, applications: Iterable[str], replicas: Mapping[str, int], now_s: float) -> None:
-        """Records the running replicas of each application; a missing one has none."""
+        """Record the running replicas of each application; a missing one has none."""
         self._since_s = {name: self._since_s.get(name, now_s) for name in applications if not replicas.get(name, 0)}
         self.lost = frozenset(name for name, since_s in self._since_s.items() if now_s - since_s >= self._lost_after_s)
 
@@ -97,7 +97,7 @@ class Models:
     def choose(
         self, model_name: str, model_version: str, headers: Callable[[], Mapping[str, str]] = dict
     ) -> tuple[Deployment, ModelVersion]:
-        """Chooses the version that answers a request, anew for each request.
+        """Choose the version that answers a request, anew for each request.
 
         `headers` is called only if routes need it. Raises `InvalidArgument` (no name), `NotFound`, `Unavailable` and
         `FailedPrecondition`.
@@ -108,11 +108,11 @@ class Models:
         )
 
     def deployments(self) -> list[Deployment]:
-        """Returns the deployments as last read; none before that."""
+        """Return the deployments as last read; none before that."""
         return self._catalog.deployments()
 
     async def try_out(self, deployment: Deployment, version: ModelVersion, rows: Rows) -> Sequence[Array]:
-        """Returns a version's outputs for rows that belong to no request.
+        """Return a version's outputs for rows that belong to no request.
 
         The outputs are in the order of its signature. The rows get batches of their own, which the statistics do not
         count, and are sent once no request waits for the version. Raises the errors of `batcher` and `Batcher.submit`.
@@ -122,7 +122,7 @@ class Models:
         return (await batcher.background().submit(rows, None, PRIORITY_LEVELS)).arrays
 
     def signature(self, model_name: str, model_version: str) -> tuple[Deployment, ModelVersion, Signature]:
-        """Returns a model's signature.
+        """Return a model's signature.
 
         Raises `NotFound`, and `Unavailable` while it is not READY.
         """
@@ -131,7 +131,7 @@ class Models:
         return deployment, version, signature_of(deployment, version)
 
     def statistics(self, deployment: Deployment, version: ModelVersion) -> Statistics:
-        """Returns the statistics of a version.
+        """Return the statistics of a version.
 
         They live from the first call until the deployment is deleted.
         """
@@ -143,12 +143,12 @@ class Models:
         return found
 
     def listed(self) -> Iterator[Listed]:
-        """Yields every version of every deployment, by name; nothing before the logs are read."""
+        """Yield every version of every deployment, by name; nothing before the logs are read."""
         for deployment in sorted(self._catalog.deployments(), key=lambda one: one.model_name):
             yield from self._listed(deployment)
 
     def listed_of(self, model_name: str, model_version: str) -> list[Listed]:
-        """Returns the selected versions: without a name all, without a version all of that name.
+        """Return the selected versions: without a name all, without a version all of that name.
 
         Raises `InvalidArgument`, `NotFound` and `Unavailable`.
         """
@@ -165,7 +165,7 @@ class Models:
         return found
 
     async def wait_until_ready(self, model_name: str) -> None:
-        """Waits until the model answers.
+        """Wait until the model answers.
 
         Raises `InvalidArgument` (no name), `Unavailable`, and `NotFound` or `FailedPrecondition` if it never will.
         """
@@ -189,7 +189,7 @@ class Models:
             await changed.wait()
 
     def answers(self, deployment: Deployment, version: ModelVersion) -> bool:
-        """Returns whether a request that names this version is answered now.
+        """Return whether a request that names this version is answered now.
 
         The version may have no replica for a moment.
         """
@@ -197,7 +197,7 @@ class Models:
         return deployment.state is State.READY and name in self._batchers and name not in self._loss_detector.lost
 
     def is_ready(self, model_name: str, model_version: str) -> bool:
-        """Returns whether a request that names this would be answered.
+        """Return whether a request that names this would be answered.
 
         Raises `InvalidArgument` for an empty name.
         """
@@ -211,20 +211,20 @@ class Models:
         return version is not None and self.answers(deployment, version)
 
     def all_ready(self) -> bool:
-        """Returns whether the logs have been read, and every READY deployment answers."""
+        """Return whether the logs have been read, and every READY deployment answers."""
         return self._catalog.is_read and all(
             self._all_answer(deployment) for deployment in self.deployments() if deployment.state is State.READY
         )
 
     def begin_reading(self) -> None:
-        """Marks the start of a read for `replace`.
+        """Mark the start of a read for `replace`.
 
         Deployments that are `put` after this may be newer than those read.
         """
         self._catalog.begin_reading()
 
     def replace(self, deployments: Iterable[Deployment]) -> None:
-        """Replaces the deployments by those in the logs."""
+        """Replace the deployments by those in the logs."""
         self._catalog.replace(deployments)
         there = {
             application_name(deployment, version)
@@ -237,13 +237,13 @@ class Models:
         self._wake_waiters()
 
     def put(self, deployment: Deployment) -> None:
-        """Updates one deployment whose log was just written."""
+        """Update one deployment whose log was just written."""
         self.written += 1
         self._catalog.put(deployment)
         self._wake_waiters()
 
     def scaled(self, replicas: Mapping[str, int]) -> None:
-        """Updates the number of running replicas, by application.
+        """Update the number of running replicas, by application.
 
         A version without replicas keeps its batcher: if no other version answers, requests wait there for a replica to
         come back.
@@ -255,18 +255,18 @@ class Models:
         self._wake_waiters()
 
     def replicas(self, deployment: Deployment, version: ModelVersion) -> int | None:
-        """Returns the running replicas; None before the first `scaled`."""
+        """Return the running replicas; None before the first `scaled`."""
         return None if self._replicas is None else self._replicas.get(application_name(deployment, version), 0)
 
     def attached(self) -> list[str]:
-        """Returns the applications that requests are sent to."""
+        """Return the applications that requests are sent to."""
         return list(self._batchers)
 
     def find_batcher(self, application: str) -> Batcher | None:
         return self._batchers.get(application)
 
     def batcher(self, deployment: Deployment, version: ModelVersion) -> Batcher:
-        """Returns the version's batcher; raises `Unavailable` if it has none."""
+        """Return the version's batcher; raise `Unavailable` if it has none."""
         batcher = self._batchers.get(application_name(deployment, version))
         if batcher is None:
             raise Unavailable(
@@ -275,7 +275,7 @@ class Models:
         return batcher
 
     def min_s(self, deployment: Deployment, rows: int) -> float:
-        """Returns the compute time of `rows` rows on the fastest version, in seconds.
+        """Return the compute time of `rows` rows on the fastest version, in seconds.
 
         0 if one of them has no measurement.
         """
@@ -290,7 +290,7 @@ class Models:
         return self._batchers.pop(application, None)
 
     def close(self, why: str) -> None:
-        """Refuses all further requests."""
+        """Refuse all further requests."""
         for batcher in self._batchers.values():
             batcher.close(why)
 
@@ -307,12 +307,12 @@ class Models:
             )
 
     def _wake_waiters(self) -> None:
-        """Wakes the tasks that wait for a change."""
+        """Wake the tasks that wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     def _all_answer(self, deployment: Deployment) -> bool:
-        """Returns whether every version with traffic answers.
+        """Return whether every version with traffic answers.
 
         Versions without traffic may be loading or draining.
         """
@@ -323,7 +323,7 @@ class Models:
 
 
 def find_version(deployment: Deployment, wanted: str) -> ModelVersion | None:
-    """Returns the version with that number, in any state.
+    """Return the version with that number, in any state.
 
     Without a number, returns the one with the most traffic.
     """
@@ -339,7 +339,7 @@ def choose_version(
     answers: Callable[[ModelVersion], bool] = lambda _: True,
     headers: Callable[[], Mapping[str, str]] = dict,
 ) -> ModelVersion:
-    """Chooses the version that answers a request.
+    """Choose the version that answers a request.
 
     A named version comes first, then one that a header routes to. Otherwise `draw` in [0, 1) chooses by weight among
     the versions for which `answers` is true. If there is none, the versions with traffic before the present roll-out
@@ -375,7 +375,7 @@ def choose_version(
 def weighed_answering(
     deployment: Deployment, answers: Callable[[ModelVersion], bool]
 ) -> list[tuple[ModelVersion, int]]:
-    """Returns the answering versions for requests without a version, with their weights."""
+    """Return the answering versions for requests without a version, with their weights."""
     rollout = deployment.rollout
     before = rollout.before if rollout is not None and rollout.under_way else {}
     for weights in ({version.number: version.weight for version in deployment.versions}, before):
@@ -394,7 +394,7 @@ def no_version(deployment: Deployment, wanted: str) -> NotFound:
 
 
 def signature_of(deployment: Deployment, version: ModelVersion) -> Signature:
-    """Returns the version's signature; raises `Unavailable` until it is loaded."""
+    """Return the version's signature; raise `Unavailable` until it is loaded."""
     if version.signature is None:
         raise Unavailable(f"{deployment.name} is loading", reason="MODEL_NOT_READY", retry_after_s=1.0)
     return version.signature
@@ -435,11 +435,11 @@ class Catalog:
         return self._deployments is not None
 
     def deployments(self) -> list[Deployment]:
-        """Returns the deployments; none before the logs are read."""
+        """Return the deployments; none before the logs are read."""
         return [*(self._deployments or {}).values()]
 
     def find(self, model_name: str, field: str = "model_name") -> Deployment:
-        """Returns the deployment of a model.
+        """Return the deployment of a model.
 
         Raises `InvalidArgument` naming the `field` (no name), `NotFound`, and `Unavailable` before the logs are read.
         """
@@ -453,28 +453,28 @@ class Catalog:
         return found
 
     def begin_reading(self) -> None:
-        """Marks the start of a read for `replace`.
+        """Mark the start of a read for `replace`.
 
         Deployments that are `put` after this may be newer than those read.
         """
         self._puts = []
 
     def replace(self, deployments: Iterable[Deployment]) -> None:
-        """Replaces the deployments by those in the logs."""
+        """Replace the deployments by those in the logs."""
         read: dict[str, Deployment] = {}
         for one in (*deployments, *self._puts):
             _take_over(read, one)
         self._deployments = read  # one assignment, since other threads read it
 
     def put(self, deployment: Deployment) -> None:
-        """Updates one deployment whose log was just written."""
+        """Update one deployment whose log was just written."""
         self._puts.append(deployment)
         if self._deployments is not None:
             _take_over(self._deployments, deployment)
 
 
 def starting() -> Unavailable:
-    """Returns the error for requests before the logs are read."""
+    """Return the error for requests before the logs are read."""
     return Unavailable("the service is starting; try again", reason="STARTING", retry_after_s=1.0)
 
 

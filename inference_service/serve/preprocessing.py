@@ -85,7 +85,7 @@ class Preprocessing:
     def prepare(
         self, rows: Rows, note_progress: Callable[[], None] = lambda: None
     ) -> tuple[Array, dict[int, str], dict[int, MillraceError]]:
-        """Computes the model's input of these rows, float32 (B, *shape), or records (B,) of several inputs.
+        """Compute the model's input of these rows, float32 (B, *shape), or records (B,) of several inputs.
 
         Also returns the problems of refused rows and the errors of failed rows, by row index; both kinds of rows are
         zeros in the input.
@@ -154,11 +154,11 @@ class Preprocessing:
         return prepared, refused, failed
 
     def _took_all_its_time(self, began_s: float) -> bool:
-        """Returns whether a custom function may have used its whole time limit in a failed try."""
+        """Return whether a custom function may have used its whole time limit in a failed try."""
         return time.monotonic() - began_s >= self._overlong_s
 
     def _blamed(self, row: int, error: Exception) -> tuple[dict[int, str], dict[int, MillraceError]]:
-        """Sorts an error into (refused, failed): the row is bad, or the preprocessing itself failed."""
+        """Sort an error into (refused, failed): the row is bad, or the preprocessing itself failed."""
         if isinstance(error, InvalidArgument):
             return {row: self._format_row_error(error)}, {}
         return {}, {row: hidden(error, logger, "the preprocessing of a row failed")}
@@ -173,7 +173,7 @@ class Preprocessing:
         return model_input(self._pipeline(self._ingested(rows, self._columns)), self._row, INPUT)
 
     def _ingested(self, rows: Rows, names: Iterable[str]) -> Batch:
-        """Returns these columns as a dataset version would have them."""
+        """Return these columns as a dataset version would have them."""
         batch = {
             name: column_of_tensor(name, self._columns[name], rows.values[name], rows.nulls.get(name)) for name in names
         }
@@ -189,7 +189,7 @@ class Preprocessing:
         return row
 
     def zeros(self, rows: int) -> Rows:
-        """Returns prepared rows of zeros."""
+        """Return prepared rows of zeros."""
         made = zero_rows(self._row, rows)
         if isinstance(self._row, RecordSpec):
             return Rows(PREPARED, {one.name: made[one.name] for one in self._row.tensors})
@@ -199,7 +199,7 @@ class Preprocessing:
         return zero_rows(self._row, rows)
 
     def _format_row_error(self, error: InvalidArgument) -> str:
-        """Returns the problem of a row, naming the tensors that it may come from."""
+        """Return the problem of a row, naming the tensors that it may come from."""
         if not isinstance(error, RowError):
             return error.message
         place = _STEP.search(error.path)
@@ -219,13 +219,13 @@ def _of_tensors(names: Iterable[str], problem: str) -> str:
 
 
 def _halves(start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns two halves, the second one first."""
+    """Return two halves, the second one first."""
     middle = (start + stop) // 2
     return [(middle, stop), (start, middle)]
 
 
 def _singles(start: int, stop: int) -> list[tuple[int, int]]:
-    """Returns single rows, the last one first."""
+    """Return single rows, the last one first."""
     return [(row, row + 1) for row in reversed(range(start, stop))]
 
 
@@ -256,7 +256,7 @@ class Beyond:
 
 
 def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
-    """Applies the pixel limits.
+    """Apply the pixel limits.
 
     `pixels` (rows,) has the pixels of each row, `requests` the row count of each request, `name` the tensors' names.
     """
@@ -302,7 +302,7 @@ def beyond_limits(pixels: Array, requests: Sequence[int], name: str) -> Beyond:
 
 
 def tensor_of_column(name: str, column_type: ColumnType) -> TensorSpec:
-    """Returns the tensor of a column.
+    """Return the tensor of a column.
 
     Raises `FailedPrecondition` naming a column for which the protocol has no datatype.
     """
@@ -321,7 +321,7 @@ def tensor_of_column(name: str, column_type: ColumnType) -> TensorSpec:
 
 
 def column_of_tensor(name: str, column_type: ColumnType, values: Array, nulls: Array | None) -> Column:
-    """Returns the column of `values`, (B) or (B, *shape), with nulls at `nulls`, bool (B).
+    """Return the column of `values`, (B) or (B, *shape), with nulls at `nulls`, bool (B).
 
     Raises `InvalidArgument` naming the tensor for bytes that are no UTF-8, or that do not have the column's width.
     """
@@ -338,7 +338,7 @@ def column_of_tensor(name: str, column_type: ColumnType, values: Array, nulls: A
 
 
 def values_of_column(column_type: ColumnType, column: Column) -> tuple[Array, Array]:
-    """Returns a column's values, (B) or (B, *shape), and its nulls, bool (B).
+    """Return a column's values, (B) or (B, *shape), and its nulls, bool (B).
 
     The inverse of `column_of_tensor`.
     """
@@ -360,7 +360,7 @@ def _is_bytes(arrow_type: pa.DataType) -> bool:
 
 
 def _sent_as(arrow_type: pa.DataType) -> pa.DataType | None:
-    """Returns the number type with the same bits as the column's values."""
+    """Return the number type with the same bits as the column's values."""
     if kinds.is_integer(arrow_type) or kinds.is_floating(arrow_type) or kinds.is_boolean(arrow_type):
         return arrow_type
     if kinds.is_timestamp(arrow_type) or kinds.is_time64(arrow_type):

@@ -108,7 +108,7 @@ class ServeApplications:
         self._cluster = ""
 
     def connect(self, address: str) -> None:
-        """Joins the cluster at host:port, and starts Serve there if necessary."""
+        """Join the cluster at host:port, and start Serve there if necessary."""
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
         try:
             serve.start(proxy_location=ProxyLocation.Disabled)
@@ -118,11 +118,11 @@ class ServeApplications:
         self._cluster = ray.get_runtime_context().get_session_name()
 
     def nodes(self) -> dict[str, dict[str, float]]:
-        """Returns the total resources of each node, by its id."""
+        """Return the total resources of each node, by its id."""
         return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
 
     def statuses(self) -> dict[str, Application]:
-        """Returns our applications by name; names have no prefix outside of this class."""
+        """Return our applications by name; names have no prefix outside of this class."""
         found = {
             name.removeprefix(self._prefix): Application(
                 running=app.status is ApplicationStatus.RUNNING,
@@ -140,7 +140,7 @@ class ServeApplications:
         return found
 
     def deploy(self, name: str, spec: ReplicaSpec, scale: Scale) -> None:
-        """Deploys an application, without waiting for its replicas."""
+        """Deploy an application, without waiting for its replicas."""
         deployment = serve.deployment(
             name="model",
             num_replicas=scale.initial if scale.autoscaling is None else None,
@@ -159,23 +159,23 @@ class ServeApplications:
         serve.run_many([target], wait_for_applications_running=False)
 
     def forget(self, name: str) -> None:
-        """Forgets an application that another process deletes."""
+        """Forget an application that another process deletes."""
         self._models.pop(name, None)
 
     def keep(self, data: bytes) -> None:
-        """Stores these bytes in Ray's head, for processes with the same store that join it.
+        """Store these bytes in Ray's head, for processes with the same store that join it.
 
         They replace earlier ones, and are lost with the head, as all replicas are.
         """
         _internal_kv_put(self._kept_at, data, overwrite=True, namespace=NAMESPACE)
 
     def kept(self) -> bytes | None:
-        """Returns the bytes last stored by `keep` in any process; None if there are none."""
+        """Return the bytes last stored by `keep` in any process; None if there are none."""
         data: bytes | None = _internal_kv_get(self._kept_at, namespace=NAMESPACE)
         return data
 
     def delete(self, name: str) -> None:
-        """Deletes an application and waits for it; a missing one is no error."""
+        """Delete an application and wait for it; a missing one is no error."""
         self.forget(name)
         serve.delete(self._prefix + name)
         # Removes the sockets of killed replicas on this machine. On other machines they are removed when other replicas
@@ -183,7 +183,7 @@ class ServeApplications:
         shutil.rmtree(socket_folder(self._cluster, self._prefix + name), ignore_errors=True)
 
     async def open_model(self, name: str, replicas: int) -> tuple[ServeModel, Loaded]:
-        """Returns a running application's model, once `replicas` of its replicas have loaded it.
+        """Return a running application's model, once `replicas` of its replicas have loaded it.
 
         The model belongs to this event loop. Raises the error of a replica that could not load it, and `Unavailable`
         while fewer are known.
@@ -213,7 +213,7 @@ class ServeApplications:
         return model, loaded[0]
 
     async def report_load(self, name: str, frontend: str, load: Load) -> None:
-        """Reports this frontend's load to all replicas of a described application."""
+        """Report this frontend's load to all replicas of a described application."""
         model = self._models.get(name)
         if model is not None:
             await model.report_load(frontend, load)
@@ -230,18 +230,18 @@ class ServeModel:
         self._local = local
 
     def scaled(self, replicas: int) -> None:
-        """Sets the number of running replicas; safe to call from any thread."""
+        """Set the number of running replicas; safe to call from any thread."""
         self._local.replicas = replicas
 
     async def report_load(self, frontend: str, load: Load) -> None:
-        """Reports the load; raises the first error after all replicas were called."""
+        """Report the load; raise the first error after all replicas were called."""
         calls = self._handle.broadcast("report_load", frontend, load)
         for answer in await calls.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True):
             if isinstance(answer, Exception):
                 raise answer
 
     async def forward(self, rows: Rows) -> Outputs:
-        """Runs a batch; raises `Unavailable` if a second replica dies or none is healthy, and the replica's errors."""
+        """Run a batch; raise `Unavailable` if a second replica dies or none is healthy, and the replica's errors."""
         try:
             return await self._call(rows)
         except LOST:
@@ -297,7 +297,7 @@ def _autoscaling(autoscaling: Autoscaling, initial: int) -> AutoscalingConfig:
 
 
 def _cause(error: Exception) -> Exception:
-    """Returns our own error inside of Ray's wrapper."""
+    """Return our own error inside of Ray's wrapper."""
     cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, MillraceError) else error
 
@@ -320,7 +320,7 @@ class ServeUnresponsive(Exception):
 
 
 async def call_serve(call: Callable[..., T], *arguments: object) -> T:
-    """Makes a blocking call of Serve in a thread; raises the errors of `answered`."""
+    """Make a blocking call of Serve in a thread; raise the errors of `answered`."""
     return await answered(to_serve_thread(call, *arguments))
 
 
@@ -331,7 +331,7 @@ async def to_serve_thread(call: Callable[P, T], *arguments: P.args, **options: P
 
 
 async def answered(call: Awaitable[T]) -> T:
-    """Returns Serve's answer.
+    """Return Serve's answer.
 
     Raises `ServeUnresponsive` after the timeout and for Ray's errors. A `MillraceError` is raised as it is, since
     replicas raise them, too.

@@ -125,7 +125,7 @@ class ModelReplica:
             self._loaded = replace(self._loaded, sockets=sockets if self._socket_server is not None else None)
 
     def __del__(self) -> None:
-        """Closes the socket server when Serve stops the replica.
+        """Close the socket server when Serve stops the replica.
 
         Serve does not know about requests that arrive over the socket.
         """
@@ -134,7 +134,7 @@ class ModelReplica:
         tracing().close(EXPORT_TIMEOUT_S)
 
     async def describe(self) -> Loaded:
-        """Raises `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""
+        """Raise `DataLoss` or `FailedPrecondition` when the checkpoint cannot be served."""
         if self._loaded is None:
             raise self._why()
         return self._loaded
@@ -157,15 +157,15 @@ class ModelReplica:
         return max(HANGS_AFTER_S, self._model.custom_s + rest_s)
 
     async def report_load(self, frontend: str, load: Load) -> None:
-        """Records the load of one frontend for all replicas of this version together."""
+        """Record the load of one frontend for all replicas of this version together."""
         self._loads.add(frontend, load)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns the load for Ray Serve's autoscaler."""
+        """Return the load for Ray Serve's autoscaler."""
         return self._loads.in_all()
 
     async def forward(self, rows: Rows) -> Outputs:
-        """Returns the model's outputs for one batch, in the order of the signature."""
+        """Return the model's outputs for one batch, in the order of the signature."""
         if self._model is None:
             raise self._why()
         loop = asyncio.get_running_loop()
@@ -185,7 +185,7 @@ class ModelReplica:
 
 
 def _log() -> None:
-    """Configures logging as the services do, with the application's name on each line.
+    """Configure logging as the services do, with the application's name on each line.
 
     Does nothing outside of Ray Serve, where the process belongs to another program.
     """
@@ -197,7 +197,7 @@ def _log() -> None:
 
 
 def _trace(variables: Mapping[str, str]) -> None:
-    """Exports spans as the service does.
+    """Export spans as the service does.
 
     The environment of this node takes precedence. A failure is logged, and the replica serves without spans.
     """
@@ -255,7 +255,7 @@ def _load_predictor(spec: ReplicaSpec) -> tuple[Any, Loaded]:
 
 
 def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
-    """Loads a user's own code, in the replica only.
+    """Load a user's own code, in the replica only.
 
     A replica is a process of Ray, not of the service.
     """
@@ -266,7 +266,7 @@ def _load_own_code(spec: ReplicaSpec, content: CheckpointContent) -> None:
 
 
 def _retry_on_outage(read: Callable[[], T]) -> T:
-    """Retries while the store does not answer.
+    """Retry while the store does not answer.
 
     Serve itself would retry a replica only a few times, and then never again.
     """
@@ -307,16 +307,16 @@ class HangWatch:
             self._since_s = None
 
     def note_progress(self) -> None:
-        """Marks the start of the next piece of work."""
+        """Mark the start of the next piece of work."""
         self._since_s = time.monotonic()
 
     def lasts_s(self) -> float:
-        """Returns the seconds since the present piece of work began; 0 while idle."""
+        """Return the seconds since the present piece of work began; 0 while idle."""
         since_s = self._since_s
         return time.monotonic() - since_s if since_s is not None else 0.0
 
     def stack(self) -> str:
-        """Returns the thread's present stack, formatted as in a traceback."""
+        """Return the thread's present stack, formatted as in a traceback."""
         frame = current_frames().get(self._thread or 0)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
@@ -342,7 +342,7 @@ class LoadAggregator:
         self._loads = {**self._present(), frontend: (load, self._clock())}
 
     def in_all(self) -> dict[str, float]:
-        """Returns the sum over all frontends; empty before the first report."""
+        """Return the sum over all frontends; empty before the first report."""
         if not self._loads:
             return {}
         present = [load for load, _ in self._present().values()]
@@ -360,7 +360,7 @@ NICENESS = -10
 
 
 def raise_priority() -> None:
-    """Gives all threads of this process, and those they start, priority over the frontend.
+    """Give all threads of this process, and those they start, priority over the frontend.
 
     A replica computes admitted requests, while a frontend may still refuse what it reads. At equal priority, a frontend
     that is flooded with calls doubles or triples the time of each batch: admitted requests become late, and batches

@@ -44,7 +44,7 @@ class ModelRepository:
         self._deployments = deployments
 
     def unload(self, model_name: str) -> Deployment:
-        """Unloads a deployment; no effect if it is unloaded.
+        """Unload a deployment; no effect if it is unloaded.
 
         Raises `InvalidArgument` (no name), `NotFound` and `FailedPrecondition` (it is not READY, or a roll-out is
         running).
@@ -52,7 +52,7 @@ class ModelRepository:
         return self._request(model_name, with_unloaded)
 
     def load(self, model_name: str) -> Deployment:
-        """Loads an unloaded deployment; no effect on others.
+        """Load an unloaded deployment; no effect on others.
 
         Raises `InvalidArgument` (no name) and `NotFound`.
         """
@@ -83,7 +83,7 @@ def _unknown(model_name: str) -> NotFound:
 
 
 def with_unloaded(deployment: Deployment | None, name: str, now_s: float) -> Deployment | None:
-    """Returns the deployment unloaded; None if it is unloaded already.
+    """Return the deployment unloaded; None if it is unloaded already.
 
     Raises `NotFound`, and `FailedPrecondition` if it is not READY, or a roll-out is running.
     """
@@ -95,7 +95,7 @@ def with_unloaded(deployment: Deployment | None, name: str, now_s: float) -> Dep
 
 
 def with_loaded_again(deployment: Deployment | None, name: str, now_s: float) -> Deployment | None:
-    """Returns an unloaded deployment as READY; None if it is not unloaded.
+    """Return an unloaded deployment as READY; None if it is not unloaded.
 
     Its replicas are then started as after the loss of all of them. Raises `NotFound`.
     """
@@ -278,7 +278,7 @@ class SummedStatistics:
         self._counted: dict[str, tuple[int, int]] | None = None
 
     def leave(self) -> None:
-        """Writes this process's statistics for its peers, if they have changed; raises `OSError`."""
+        """Write this process's statistics for its peers, if they have changed; raise `OSError`."""
         now = {_application(one): one for one in self._models.listed() if one.statistics.requests}
         counted = {application: _counted(one.statistics) for application, one in now.items()}
         before = self._counted or {}
@@ -295,7 +295,7 @@ class SummedStatistics:
         self._counted = counted
 
     def statistics_of(self, model_name: str, model_version: str) -> list[pb.ModelStatistics]:
-        """Returns the statistics of the selected versions; raises the errors of `Models.listed_of`."""
+        """Return the statistics of the selected versions; raise the errors of `Models.listed_of`."""
         found = self._models.listed_of(model_name, model_version)
         others = [
             {stat.name: stat for stat in pb.ModelStatisticsResponse.FromString(data).model_stats}
@@ -334,7 +334,7 @@ def _add(total: pb.ModelStatistics, other: pb.ModelStatistics) -> None:
 
 
 def _add_durations(total: Any, other: Any) -> None:
-    """Adds every `StatisticDuration` of one message to another of the same type."""
+    """Add every `StatisticDuration` of one message to another of the same type."""
     for field, value in other.ListFields():
         if isinstance(value, pb.StatisticDuration):
             duration = getattr(total, field.name)

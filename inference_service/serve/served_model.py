@@ -66,7 +66,7 @@ class ServedModel:
         *,
         allow_non_finite: bool = False,
     ) -> None:
-        """Reads the checkpoint's weights.
+        """Read the checkpoint's weights.
 
         `custom_allowed` are the functions that custom steps may name. The model runs on `device`, the preprocessing
         always on the CPU, as in training. `allow_non_finite` is as in `Preprocessing`.
@@ -91,7 +91,7 @@ class ServedModel:
         return self.preprocessing.custom_s
 
     def forward(self, rows: Rows, note_progress: Callable[[], None] = lambda: None) -> Outputs:
-        """Computes the outputs of B rows; those of refused rows are undefined.
+        """Compute the outputs of B rows; those of refused rows are undefined.
 
         A classifier returns logits (B, classes) float32, probabilities (B, classes) float32 and label (B,) int64. A
         regression returns values (B, numbers) float32. `note_progress` is as in `Preprocessing.prepare`.
@@ -105,7 +105,7 @@ class ServedModel:
         return Outputs(arrays, refused, prepared_s - started_s, infer_s, failed=failed, non_finite=non_finite)
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
-        """Runs each likely batch size and chooses its memory layout; returns rows → seconds."""
+        """Run each likely batch size and choose its memory layout; return rows → seconds."""
         if self.signature.prepared is not None:
             self._run.choose_fastest(self.signature.prepared.shape[1:], buckets(max_rows))
         measured_s = {}
@@ -118,7 +118,7 @@ class ServedModel:
         return measured_s
 
     def _zeros(self, size: int) -> Rows:
-        """Returns rows of zeros for the warm-up.
+        """Return rows of zeros for the warm-up.
 
         They are raw if the model has one tensor of numbers. No value is right for every other column type, so other
         models are measured without their preprocessing.
@@ -132,7 +132,7 @@ class ServedModel:
 def _non_finite(
     arrays: Sequence[Array], refused: Mapping[int, str], failed: Mapping[int, MillraceError]
 ) -> tuple[int, ...]:
-    """Returns the rows with non-finite answers.
+    """Return the rows with non-finite answers.
 
     The first output, logits or values, shows it for all outputs.
     """
@@ -190,7 +190,7 @@ class MemoryFormats:
     def choose_fastest(
         self, shape: Sequence[int], sizes: Sequence[int], seconds: Callable[[Run, NDArray[Any]], float] = fastest_s
     ) -> None:
-        """Times batches of `sizes`, ascending, in both layouts.
+        """Time batches of `sizes`, ascending, in both layouts.
 
         Does nothing unless the model convolves images. `shape` is an input's shape without the rows. `seconds` measures
         a run.
@@ -219,7 +219,7 @@ def _seconds(run: Run, inputs: NDArray[Any]) -> float:
 
 
 def assigned_device() -> torch.device:
-    """Returns the GPU that Ray has assigned to this replica; the CPU if there is none.
+    """Return the GPU that Ray has assigned to this replica; the CPU if there is none.
 
     Ray may assign a fraction of a GPU, and shows only that GPU to the process. Raises `FailedPrecondition` if torch
     cannot use it.
@@ -261,7 +261,7 @@ class ServedPredictor:
         self.signature = Signature(raw=inputs, prepared=inputs[0], outputs=outputs)
 
     def forward(self, rows: Rows, note_progress: Callable[[], None] = lambda: None) -> Outputs:
-        """Computes the outputs.
+        """Compute the outputs.
 
         If a batch of several requests fails, each is tried by itself, so that only the bad request fails.
         """
@@ -277,7 +277,7 @@ class ServedPredictor:
         return Outputs(arrays, infer_s=infer_s, failed=failed, non_finite=self._non_finite(arrays, failed))
 
     def warm_up(self, max_rows: int) -> dict[int, float]:
-        """Runs each likely batch size; returns rows → seconds.
+        """Run each likely batch size; return rows → seconds.
 
         The rows are those of the predictor's `example`, a dict as `predict` takes it, if it has one, else zeros.
         """
@@ -321,7 +321,7 @@ class ServedPredictor:
         return [np.concatenate(columns) for columns in zip(*filled, strict=True)]
 
     def _non_finite(self, arrays: Sequence[Array], failed: Mapping[int, MillraceError]) -> tuple[int, ...]:
-        """Returns the rows with a NaN or an infinity in an output."""
+        """Return the rows with a NaN or an infinity in an output."""
         floats = [array for array in arrays if array.dtype.kind == "f"]
         bad = {row for array in floats for row in np.flatnonzero(~finite_rows(array)).tolist()}
         return tuple(sorted(bad - failed.keys()))

@@ -78,13 +78,13 @@ def encode(frame: Frame) -> bytes:
 
 
 def lengths_after(header: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """Returns how many bytes of lengths follow a frame's header, and the length of its pickle."""
+    """Return how many bytes of lengths follow a frame's header, and the length of its pickle."""
     _, _, pickled, buffers = HEADER.unpack_from(header)
     return buffers * LENGTH.size, pickled
 
 
 def decode(header: bytes | bytearray | memoryview, pickled: Any, buffers: Sequence[Any]) -> Frame:
-    """Decodes a frame.
+    """Decode a frame.
 
     Its arrays are views of `buffers`, writable if these are.
     """
@@ -93,7 +93,7 @@ def decode(header: bytes | bytearray | memoryview, pickled: Any, buffers: Sequen
 
 
 def is_private(folder: Path) -> bool:
-    """Returns whether only this process's user may enter the folder.
+    """Return whether only this process's user may enter the folder.
 
     Pickles from a private folder are trusted.
     """
@@ -113,7 +113,7 @@ SUFFIX = ".sock2"
 
 
 def socket_folder(cluster: str, application: str) -> Path:
-    """Returns the socket folder of an application in one Ray cluster.
+    """Return the socket folder of an application in one Ray cluster.
 
     The cluster is part of the name: replicas of another cluster, or those that a dead head left behind, may have the
     same application name and even the same store. The path is short because a socket's path has at most 107 bytes.
@@ -123,14 +123,14 @@ def socket_folder(cluster: str, application: str) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Creates a private folder; raises `OSError` if another user could enter it."""
+    """Create a private folder; raise `OSError` if another user could enter it."""
     folder.mkdir(mode=0o700, exist_ok=True)
     if not is_private(folder):
         raise PermissionError(f"{folder} must be this user's alone")
 
 
 def remove_dead_sockets(root: Path) -> None:
-    """Deletes the sockets that killed replicas left behind.
+    """Delete the sockets that killed replicas left behind.
 
     Covers the folders of all applications, since a deleted application's folder is never visited again.
     """
@@ -145,7 +145,7 @@ def remove_dead_sockets(root: Path) -> None:
 
 
 def _is_dead(path: Path) -> bool:
-    """Returns whether no process listens on the socket.
+    """Return whether no process listens on the socket.
 
     A live listener sees a frontend that connects and disconnects.
     """
@@ -210,9 +210,9 @@ class LocalReplicas:
         self._searching = asyncio.Lock()
 
     async def least_loaded(self, *, busy_too: bool = False) -> _FrontendConnection | None:
-        """Returns the least busy connection with capacity for a batch.
+        """Return the least busy connection with capacity for a batch.
 
-        Returns None if no replica here has capacity, or if other machines have replicas, too. With `busy_too`, capacity
+        Return None if no replica here has capacity, or if other machines have replicas, too. With `busy_too`, capacity
         and location do not matter, as long as the replica takes batches.
         """
         await self._search()
@@ -227,7 +227,7 @@ class LocalReplicas:
         return found if found is not None and (busy_too or found.in_flight < BATCHES_EACH) else None
 
     def _report_that_some_are_elsewhere(self) -> None:
-        """Logs once that some replicas are elsewhere, which makes serving slower."""
+        """Log once that some replicas are elsewhere, which makes serving slower."""
         if self._folder is None or not self.replicas or self._reported_that_some_are_elsewhere:
             return
         self._reported_that_some_are_elsewhere = True
@@ -242,7 +242,7 @@ class LocalReplicas:
         )
 
     async def _search(self) -> None:
-        """Connects new sockets if the folder has changed.
+        """Connect new sockets if the folder has changed.
 
         An unchanged folder costs microseconds.
         """
@@ -273,7 +273,7 @@ class LocalReplicas:
             self._not_before_s = -math.inf if complete else time.monotonic() + RETRY_DELAY_S
 
     async def _connect(self, path: Path) -> bool:
-        """Connects a socket; returns False if a later try may succeed."""
+        """Connect a socket; return False if a later try may succeed."""
         try:
             _, connection = await asyncio.get_running_loop().create_unix_connection(_FrontendConnection, str(path))
         except ConnectionRefusedError:  # its replica is dead
@@ -327,12 +327,12 @@ class _FrontendConnection(asyncio.Protocol):
         return len(self._owed_since_s)
 
     def takes_batches(self, now_s: float) -> bool:
-        """Returns whether the replica reads, answers in time, and is not about to stop."""
+        """Return whether the replica reads, answers in time, and is not about to stop."""
         oldest_s = next(iter(self._owed_since_s.values()), now_s)
         return not (self.is_lost or self._is_closing or self._is_full) and now_s - oldest_s < OWED_S
 
     async def forward(self, rows: Rows) -> Outputs:
-        """Sends a batch and returns its outputs.
+        """Send a batch and return its outputs.
 
         Raises `ReplicaLost` if the connection ends before the answer, and the replica's errors.
         """
@@ -397,7 +397,7 @@ class _FrontendConnection(asyncio.Protocol):
             self._transport.close()
 
     def _next(self) -> Frame | None:
-        """Removes the first complete frame from the read buffer and returns it."""
+        """Remove the first complete frame from the read buffer and return it."""
         if len(self._read) < HEADER.size:
             return None
         length_bytes, pickled_bytes = lengths_after(self._read)
@@ -431,9 +431,9 @@ TRIES = 5
 
 
 def listen(folder: Path, thread: ThreadPoolExecutor, forward: Callable[[Rows], Outputs]) -> ReplicaSocketServer | None:
-    """Serves `forward` over a socket in `folder` until closed.
+    """Serve `forward` over a socket in `folder` until closed.
 
-    `forward` runs in `thread`. Returns None if the folder cannot be made private; then only Ray's calls remain.
+    `forward` runs in `thread`. Return None if the folder cannot be made private; then only Ray's calls remain.
     """
     try:
         make_private(folder.parent)
@@ -477,7 +477,7 @@ class ReplicaSocketServer:
         threading.Thread(target=self._accept, name="socket", daemon=True).start()
 
     def close(self, timeout_s: float) -> None:
-        """Stops accepting, and waits until the connected frontends have their answers.
+        """Stop accepting, and wait until the connected frontends have their answers.
 
         Tells the frontends to send no more. After `timeout_s` the remaining connections are closed. Must not be called
         from the model's thread; a second call has no effect.
@@ -550,7 +550,7 @@ class _ReplicaConnection:
         self.ended = threading.Event()
 
     def serve(self) -> None:
-        """Serves until the frontend closes the connection or sends an unreadable frame."""
+        """Serve until the frontend closes the connection or sends an unreadable frame."""
         self._writer.start()
         try:
             while True:
@@ -576,11 +576,11 @@ class _ReplicaConnection:
             self.ended.set()
 
     def say_closing(self) -> None:
-        """Asks the frontend to send no more, and to close once all calls are answered."""
+        """Ask the frontend to send no more, and to close once all calls are answered."""
         self._send(encode(Frame(0, Kind.CLOSING, None)))
 
     def shut(self) -> None:
-        """Stops both threads, even while they wait."""
+        """Stop both threads, even while they wait."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         with suppress(queue.Full):
@@ -600,7 +600,7 @@ class _ReplicaConnection:
         self._waiting.pop(call, None)
 
     def _send(self, encoded: bytes) -> None:
-        """Queues an answer without waiting."""
+        """Queue an answer without waiting."""
         try:
             self._unsent.put_nowait(encoded)
         except queue.Full:
@@ -625,7 +625,7 @@ class _ReplicaConnection:
         return decode(header, pickled, [self._exactly(size) for size in sizes])
 
     def _exactly(self, count: int) -> bytearray:
-        """Reads `count` bytes; raises `EOFError` if the frontend has closed the connection."""
+        """Read `count` bytes; raise `EOFError` if the frontend has closed the connection."""
         read = bytearray(count)
         view, at = memoryview(read), 0
         while at < count:

@@ -141,7 +141,7 @@ class CheckpointContent:
     def model_input(self, schema: Schema) -> ModelInput | None:
         """Return one row of the model's input, of columns as the last step leaves them.
 
-        Returns None if they are not what the model reads: for one input float32 of a fixed shape.
+        Return None if they are not what the model reads: for one input float32 of a fixed shape.
         """
         if self.input_columns:
             try:
@@ -275,7 +275,7 @@ class Checkpoint:
 def write_checkpoint(
     store: ObjectStore, folder: str, content: CheckpointContent, files: Mapping[str, bytes | memoryview]
 ) -> tuple[str, int]:
-    """Write files, then the manifest, below `folder`. Returns the manifest's digest and the total bytes."""
+    """Write files, then the manifest, below `folder`. Return the manifest's digest and the total bytes."""
     for path, data in files.items():
         store.put(f"{folder}/{path}", data)  # in parts if it is large
     named = [
@@ -436,7 +436,7 @@ class ProgramContent:
 
 
 def write_manifest(store: ObjectStore, folder: str, content: ProgramContent) -> tuple[str, int]:
-    """Write the manifest, after its files. Returns its digest and the total bytes."""
+    """Write the manifest, after its files. Return its digest and the total bytes."""
     encoded = content.encoded()
     store.put(f"{folder}/{MANIFEST}", encoded)
     return sha256(encoded), len(encoded) + content.size_bytes

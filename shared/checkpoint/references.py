@@ -75,7 +75,7 @@ def using(
 
 
 def keep(store: ObjectStore, name: str, folder: str, kind: str, uid: str, holder: str, *, ends_in: str = "") -> bool:
-    """Mark a checkpoint for a user that has it already. Returns whether the registry still names it."""
+    """Mark a checkpoint for a user that has it already. Return whether the registry still names it."""
     put_marker(store, name, kind, uid, holder, is_job=not ends_in, ends_in=ends_in, folder=folder)
     job_name = name.partition("/checkpoints/")[0]
     entry = CheckpointRegistry(store, job_name).find(name)

@@ -530,7 +530,7 @@ class CheckpointRegistry:
     def retire(
         self, entries: Collection[CheckpointEntry], attempt: int | None = None, clock: Callable[[], float] = time.time
     ) -> list[CheckpointEntry]:
-        """Remove these checkpoints, except those in use. Returns the entries that are no longer named.
+        """Remove these checkpoints, except those in use. Return the entries that are no longer named.
 
         With `attempt` it raises `StaleAttempt` once a later one has opened the registry.
         """
@@ -555,7 +555,7 @@ class CheckpointRegistry:
         return [one for one in self.settle(attempt, clock) if one.folder in folders]
 
     def settle(self, attempt: int | None = None, clock: Callable[[], float] = time.time) -> list[CheckpointEntry]:
-        """Finish earlier calls of `retire`, of any process. Returns the entries whose files are deleted."""
+        """Finish earlier calls of `retire`, of any process. Return the entries whose files are deleted."""
         waiting = self.state().retiring
         if not waiting:
             return []

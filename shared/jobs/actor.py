@@ -97,7 +97,7 @@ def new_actor_name(kind: str) -> str:
 
 
 def start_actor(name: str) -> ray.actor.ActorHandle[AttemptActor]:
-    """Start an actor on a node that stays. Returns at once, or after `NODE_ANSWERS_TIMEOUT_S` if a node is silent."""
+    """Start an actor on a node that stays. Return at once, or after `NODE_ANSWERS_TIMEOUT_S` if a node is silent."""
     options: dict[str, Any] = {"num_cpus": 0, "label_selector": worker_labels()}
     if NODE_ID_LABEL in options["label_selector"]:
         # Ray sends an actor that requests nothing to any node, whatever its labels; this one to the caller's node,

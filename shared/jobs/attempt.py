@@ -63,7 +63,7 @@ class AttemptContext:
     def report_waiting(self, what: str) -> bool:
         """Report beside the progress what the attempt waits for. Empty: nothing.
 
-        Returns whether clients may see now that it waits: an outage of the store loses a report.
+        Return whether clients may see now that it waits: an outage of the store loses a report.
         """
         self._waiting_for = what
         if what != self._reported_waiting_for:

@@ -150,7 +150,7 @@ class JobIndex:
     def page(self, after: str, size: int, within: str = "") -> tuple[list[IndexedJob], bool] | None:
         """Return the first `size` jobs whose names are beyond `after`, and whether there are more.
 
-        Only jobs whose names begin with `within`. Returns None while the index does not have all jobs yet.
+        Only jobs whose names begin with `within`. Return None while the index does not have all jobs yet.
         """
         # In this order: a note that a merge removes meanwhile is of an entry in the root that is read next.
         changes = self._changes.read()
@@ -480,7 +480,7 @@ class IndexTree:
         `fields` are new values of fields of the root. With `always` a root is written even if nothing changes, so that
         no other change to `base` can be committed any more.
 
-        Returns False if `base` is not the newest root: then nothing is committed, or another change follows it already.
+        Return False if `base` is not the newest root: then nothing is committed, or another change follows it already.
         """
         try:
             parts = self._changed(base, changed)

@@ -318,7 +318,7 @@ def _require_cluster_of(node_id: str) -> None:
 def end_with_parent() -> threading.Event:
     """End this process when the supervising one ends, however it died: our standard input closes then.
 
-    Returns the event that is set when the supervisor wakes this process.
+    Return the event that is set when the supervisor wakes this process.
     """
     woken = threading.Event()
 

@@ -310,7 +310,7 @@ def remove_objects(store: ObjectStore, jobs: Jobs, job: JobRecord, keys: Sequenc
     """Delete `keys`, listed before, while the log's state of this job is unchanged.
 
     The log is read repeatedly: if another process has finished the deletion, a new job of the name may have created
-    objects with the same keys. Returns whether all keys are deleted.
+    objects with the same keys. Return whether all keys are deleted.
     """
     step = max(KEYS_BETWEEN_POLLS, store.keys_a_deletion)
     for start in range(0, max(1, len(keys)), step):

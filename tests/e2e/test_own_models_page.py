@@ -44,7 +44,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(home: Path, project: Path, beginning: str) -> list[Any]:
-    """Runs the page's command, with --json. Returns the documents that it prints."""
+    """Run the page's command, with --json. Return the documents that it prints."""
     (line,) = [
         one for one in re.findall(r"^\$ millrace (.*)$", PAGE.read_text(), re.MULTILINE) if one.startswith(beginning)
     ]

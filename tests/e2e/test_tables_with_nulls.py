@@ -111,7 +111,7 @@ def generated(millrace: Millrace, home: Path) -> Table:
 def serve(
     millrace: Millrace, name: str, source: ImportSource, floats: Mapping[str, str], label: str, texts: list[str]
 ) -> None:
-    """Imports the table, prepares it with steps that learn, trains a classifier, and deploys it as `name`."""
+    """Import the table, prepare it with steps that learn, train a classifier, and deploy it as `name`."""
     millrace.data.create_dataset(name)
     raw = millrace.data.import_version(
         f"datasets/{name}",

@@ -56,7 +56,7 @@ def store(request: pytest.FixtureRequest) -> str:
 
 
 def fill(disk: Path, capacity: int) -> Path:
-    """Leaves `capacity` bytes free; deleting the file that is returned frees the rest."""
+    """Leave `capacity` bytes free; deleting the file that is returned frees the rest."""
     filler = disk / "filler"
     free = os.statvfs(disk)
     with filler.open("wb") as file:

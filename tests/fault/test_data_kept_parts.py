@@ -103,7 +103,7 @@ class Watched:
         return max(self.place.store.folders(f"{self.version}/data"), default="")
 
     def is_over(self) -> bool:
-        """Looks at the newest attempt's records meanwhile. A lost attempt may still be adding to its own."""
+        """Look at the newest attempt's records meanwhile. A lost attempt may still be adding to its own."""
         attempt = self.attempt
         for key in self.place.records_of(self.version):
             found = RECORD.search(key)
@@ -130,7 +130,7 @@ class Watched:
 
 
 def strike_worker(watched: Watched) -> bool:
-    """Kills a worker on a part that was not struck before: after two deaths the custom function would be to blame."""
+    """Kill a worker on a part that was not struck before: after two deaths the custom function would be to blame."""
     for number, pids in watched.working().items():
         if len(pids) > 1 or pids[0] not in watched.cluster.processes(WORKER):
             continue
@@ -153,7 +153,7 @@ def strike_attempt(watched: Watched) -> bool:
 
 
 def strike_node(watched: Watched) -> bool:
-    """Kills a node with all its processes, once no part is under way that was struck before."""
+    """Kill a node with all its processes, once no part is under way that was struck before."""
     alive = set(watched.cluster.processes(WORKER))
     if any(set(pids) - alive for pids in watched.working().values()):
         return False
@@ -166,7 +166,7 @@ STRIKES = {"worker": strike_worker, "attempt": strike_attempt, "node": strike_no
 
 
 def strike_until_over(watched: Watched, kinds: list[str], faults: Faults) -> None:
-    """Strikes in the order of `kinds`, from which those that were struck are removed, while the transform works."""
+    """Strike in the order of `kinds`, from which those that were struck are removed, while the transform works."""
     while not watched.is_over():
         possible = [kind for kind in kinds if kind == "worker" or watched.lost < LOST_ATTEMPTS]
         if possible and STRIKES[possible[0]](watched):

@@ -130,7 +130,7 @@ def kill_service(watched: Watched) -> bool:
 
 
 def strike(job: Job, watched: Watched, kind: str) -> bool:
-    """Returns whether something was killed. A job fails with the fourth attempt that is lost, so that one is let go."""
+    """Return whether something was killed. A job fails with the fourth attempt that is lost, so that one is let go."""
     if kind == "service":
         return kill_service(watched)
     if attempt_number(watched) > LOST_ATTEMPTS:
@@ -139,7 +139,7 @@ def strike(job: Job, watched: Watched, kind: str) -> bool:
 
 
 def strike_until_over(job: Job, watched: Watched, kinds: list[str]) -> list[str]:
-    """Kills in the order of `kinds`, each once another part was kept. Returns what is left of `kinds`."""
+    """Kill in the order of `kinds`, each once another part was kept. Return what is left of `kinds`."""
     left = list(kinds)
     while not watched.is_over():
         if left and strike(job, watched, left[0]):

@@ -53,7 +53,7 @@ class Running:
         return self.client.operations.GetOperation(operations_pb2.GetOperationRequest(name=name), timeout=60)
 
     def wait_until_rows_are_read(self, started: operations_pb2.Operation) -> str:
-        """Returns the version's name, in the middle of its import."""
+        """Return the version's name, in the middle of its import."""
         wait_until(lambda: metadata_of(self.operation(started.name)).rows_read > 0, "the first rows", timeout_s=120)
         return str(metadata_of(started).version)
 

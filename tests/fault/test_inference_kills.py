@@ -88,7 +88,7 @@ def client(service: Process) -> Iterator[Client]:
 
 @contextmanager
 def supervised(service: Process) -> Iterator[None]:
-    """Starts the service again whenever it ends, as its supervisor does."""
+    """Start the service again whenever it ends, as its supervisor does."""
     over = threading.Event()
 
     def supervise() -> None:

@@ -81,7 +81,7 @@ class Chaos:
             yield self._chance.choice(self.kinds)
 
     def over(self) -> None:
-        """Returns once all that comes back is back."""
+        """Return once all that comes back is back."""
         for thread in self._under_way:
             thread.join()
 

@@ -143,7 +143,7 @@ def files(place: WitnessedStack) -> Sequence[Path]:
 
 
 def kill(place: WitnessedStack, title: str) -> int:
-    """Kills the processes whose title begins so, once there are any. How many it struck, which is never none."""
+    """Kill the processes whose title begins so, once there are any. How many it struck, which is never none."""
     struck: list[int] = []
 
     def strike() -> bool:

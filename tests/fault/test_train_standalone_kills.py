@@ -71,7 +71,7 @@ class Runs:
             )
 
     def at_work(self, job: str, attempt: int) -> None:
-        """Returns once the attempt has trained for a while."""
+        """Return once the attempt has trained for a while."""
 
         def trained() -> bool:
             calls = processes_of(self.witness, job).get(attempt, [])

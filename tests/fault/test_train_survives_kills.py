@@ -136,7 +136,7 @@ def struck(site: Site, undisturbed: Struck) -> Struck:
 
 
 def until_checkpoints(run: Struck, attempt: int) -> None:
-    """Reads on to the second checkpoint of this attempt."""
+    """Read on to the second checkpoint of this attempt."""
     for _ in range(2):
         run.watch.until("checkpoint_committed", lambda event: event.attempt == attempt)
 

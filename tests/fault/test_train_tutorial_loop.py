@@ -77,7 +77,7 @@ def test_each_epoch_is_trained_once_over_three_kills(store_settings: StoreSettin
 
 
 def _committed(watch: Watch, attempt: int) -> None:
-    """Waits for a checkpoint of this attempt."""
+    """Wait for a checkpoint of this attempt."""
     watch.until("checkpoint_committed", lambda event: event.attempt == attempt)
 
 

@@ -38,21 +38,21 @@ class Load:
             thread.join()
 
     def wait_for(self, more: int, timeout_s: float = 240) -> Counter[str]:
-        """Returns after so many more answers, with those."""
+        """Return after so many more answers, with those."""
         before = self.answers.copy()
         wanted = before.total() + more
         wait_until(lambda: self.answers.total() >= wanted or self.errors, f"{more} more answers", timeout_s)
         return self.answers - before
 
     def wait_for_those_under_way(self, timeout_s: float = 240) -> None:
-        """Returns once no call is under way any more that is now."""
+        """Return once no call is under way any more that is now."""
         before = self._ended.copy()
         wait_until(
             lambda: all(map(operator.gt, self._ended, before)) or self.errors, "what had been asked before", timeout_s
         )
 
     def assert_all_answered(self) -> None:
-        """Fails with the errors that there were, in full."""
+        """Fail with the errors that there were, in full."""
         counts = f"{len(self.errors)} of {len(self.errors) + self.answers.total()} calls failed"
         assert not self.errors, "\n".join([counts, *map(str, self.errors[:10])])
 

@@ -12,7 +12,7 @@ STRIP_OFFSETS, ASCII = 273, 2
 
 
 def tiff_with_a_text_for_its_offsets() -> bytes:
-    """Opens as an image of 6×4; Pillow fails with a TypeError once its pixels are read."""
+    """Open as an image of 6×4; Pillow fails with a TypeError once its pixels are read."""
     file = io.BytesIO()
     Image.new("RGB", (6, 4)).save(file, "TIFF")
     data = bytearray(file.getvalue())

@@ -57,7 +57,7 @@ def entry(step: int, *, attempt: int = 1, name: str = "", **metrics: float) -> C
 
 
 def write(store: ObjectStore, folder: str = "checkpoint") -> str:
-    """Returns the manifest's digest."""
+    """Return the manifest's digest."""
     return write_checkpoint(store, folder, content(), FILES)[0]
 
 

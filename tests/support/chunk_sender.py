@@ -89,7 +89,7 @@ class Sending(threading.Thread):
             self._error = error
 
     def finish(self) -> None:
-        """Raises what it ended with."""
+        """Raise what it ended with."""
         self.join(2 * TIMEOUT_S)
         if self._error:
             raise self._error

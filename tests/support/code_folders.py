@@ -14,7 +14,7 @@ LOOP = "def loop(config):\n    pass\n"
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> Path:
-    """Returns the folder."""
+    """Return the folder."""
     for name, text in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ def stack_environment(home: Path) -> dict[str, str]:
 
 
 def run_millrace(home: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end, with the stack in `home` and further `variables` in its environment."""
+    """Run it to its end, with the stack in `home` and further `variables` in its environment."""
     command = (sys.executable, "-m", "millrace_client.cli", *arguments)
     environment = {**stack_environment(home), **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)

@@ -64,7 +64,7 @@ class CountingStore(ObjectStore):
         return self._asked("keys_after", prefix, lambda: ObjectStore.keys_after(self, prefix, after))
 
     def forget(self) -> None:
-        """Counts from nothing again."""
+        """Count from nothing again."""
         self.requests, self.bytes_written = [], 0
 
     def _asked(self, what: str, key: str, ask: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ ADDITIONS = 400_000
 
 @contextmanager
 def cpu_at_most(limit_s: float, clock: Callable[[], float] = time.thread_time) -> Iterator[None]:
-    """Fails a test whose block takes more CPU time than `limit_s` would be on a quiet machine.
+    """Fail a test whose block takes more CPU time than `limit_s` would be on a quiet machine.
 
     A machine whose cores are shared or slow takes longer for everything, so the limit grows with the time that a fixed
     loop takes before and after the block. `clock` is `time.process_time` where the work is done by other threads.

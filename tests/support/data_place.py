@@ -248,7 +248,7 @@ class DataPlace:
         return self.head.processes(AT_WORK)
 
     def at_rest(self) -> None:
-        """Waits until no attempt is at work: the next one is not to be mistaken for one that ends."""
+        """Wait until no attempt is at work: the next one is not to be mistaken for one that ends."""
         wait_until(lambda: not self.head.processes(AT_WORK), "earlier attempts to end")
 
     def workers(self) -> list[int]:
@@ -280,7 +280,7 @@ class DataPlace:
 
 
 def _signal(pids: Iterable[int], sent: signal.Signals) -> int:
-    """Returns how many of the processes there were."""
+    """Return how many of the processes there were."""
     there = 0
     for pid in pids:
         with suppress(ProcessLookupError):

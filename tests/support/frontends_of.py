@@ -18,7 +18,7 @@ def frontends_of(parent: int) -> dict[int, int]:
 
 
 def listens(parent: int, number: int) -> bool:
-    """Returns whether the frontend with this number now reports to the others that it has the port."""
+    """Return whether the frontend with this number now reports to the others that it has the port."""
     pid = frontends_of(parent).get(number)
     with suppress(OSError, IndexError):  # it has ended, or has told nothing yet
         folder = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[4]

@@ -44,7 +44,7 @@ def bad_field(field: str, description: str) -> error_details_pb2.BadRequest:
 
 
 def abort(context: grpc.ServicerContext, status: status_pb2.Status) -> Any:
-    """Ends a call as the services' interceptor does."""
+    """End a call as the services' interceptor does."""
     context.set_trailing_metadata((("grpc-status-details-bin", status.SerializeToString()),))
     code = next(code for code in grpc.StatusCode if code.value[0] == status.code)
     context.abort(code, status.message)

@@ -110,7 +110,7 @@ async def kit_server(unary: Unary = echo, stream: Stream = echo_thrice, **option
 def with_kit(
     scenario: Callable[[Kit], Awaitable[T]], unary: Unary = echo, stream: Stream = echo_thrice, **options: Any
 ) -> T:
-    """Runs the scenario against a fresh server, and stops it."""
+    """Run the scenario against a fresh server, and stop it."""
 
     async def main() -> T:
         async with kit_server(unary, stream, **options) as kit:
@@ -146,7 +146,7 @@ class CallError:
 
 
 async def call_error(call: Awaitable[Any]) -> CallError:
-    """Returns the error that the call ends with."""
+    """Return the error that the call ends with."""
     with pytest.raises(aio.AioRpcError) as raised:
         await call
     error = raised.value

@@ -38,7 +38,7 @@ _KIND = FieldDescriptor
 
 
 def hostile(message: Message, random_: random.Random, nesting: int = 0, *, flood: Sequence[int] = ()) -> Any:
-    """Fills the message, and returns it: fields of all kinds, absent, empty, repeated too often, extreme. Now and then
+    """Fill the message, and return it: fields of all kinds, absent, empty, repeated too often, extreme. Now and then
     one is repeated as often as one of `flood` says."""
     for field in message.DESCRIPTOR.fields:
         in_oneof = field.containing_oneof

@@ -19,7 +19,7 @@ def image(first: int) -> dict[str, Any]:
 
 
 def with_client(scenario: Callable[[Server, Millrace], None], one: Deployment | None = None) -> None:
-    """Runs the scenario in a thread of its own, beside the server's loop. Each version of `one`, by default of
+    """Run the scenario in a thread of its own, beside the server's loop. Each version of `one`, by default of
     `m` with one version, has a model."""
 
     of_m = one or deployment()

@@ -108,7 +108,7 @@ class Server:
 
 
 def attach(models: Models, one: Deployment, model: Any, number: str = "1", **limits: Any) -> None:
-    """Has `model` answer for the deployment's version of that number."""
+    """Have `model` answer for the deployment's version of that number."""
     defaults: dict[str, Any] = {"max_rows": 8, "max_delay_s": 0.0, "max_queued_rows": 100, "max_in_flight": 1}
     version = next(version for version in one.versions if version.number == number)
     batcher = Batcher(model, Limits(**{**defaults, **limits}), BatchTimes(), models.statistics(one, version))
@@ -151,7 +151,7 @@ def served(
     timeout_s: float = 240.0,
     **options: Any,
 ) -> None:
-    """Runs the scenario against a fresh server."""
+    """Run the scenario against a fresh server."""
 
     async def main() -> None:
         async with asyncio.timeout(timeout_s), inference_server(one, **options) as server:
@@ -168,7 +168,7 @@ def ask(*firsts: int, model: str = "m", **fields: Any) -> oip.ModelInferRequest:
 
 
 async def until(holds: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
-    """Returns once `holds()`, without holding up the event loop."""
+    """Return once `holds()`, without holding up the event loop."""
     try:
         async with asyncio.timeout(timeout_s):
             while not holds():  # noqa: ASYNC110 - what is waited for tells nobody

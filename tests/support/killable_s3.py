@@ -35,7 +35,7 @@ class KillableS3:
         return server.settings(url)
 
     def start(self) -> None:
-        """Returns once it answers."""
+        """Return once it answers."""
         data = self._folder / "data"
         data.mkdir(parents=True, exist_ok=True)
         with (self._folder / "server.log").open("ab") as log:
@@ -60,7 +60,7 @@ class KillableS3:
             self.kills += 1
 
     def kill_for(self, away_s: float) -> threading.Thread:
-        """Kills it now; it is back after `away_s`. Join what is returned."""
+        """Kill it now; it is back after `away_s`. Join what is returned."""
         self.kill()
 
         def come_back() -> None:

@@ -15,7 +15,7 @@ DIMENSIONS = (-1, 0, 1, 2, 3, 2**31, 2**63 - 1)
 def mutated(
     made: oip.ModelInferRequest, names: Sequence[str], outputs: Sequence[str], random_: random.Random
 ) -> oip.ModelInferRequest:
-    """Changes the request, whose tensors are raw, and returns it; `names` and `outputs` are what tensors may be called
+    """Change the request, whose tensors are raw, and return it; `names` and `outputs` are what tensors may be called
     afterwards."""
     for _ in range(random_.choice((1, 1, 2, 3))):
         if not made.inputs:

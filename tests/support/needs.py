@@ -23,7 +23,7 @@ class Missing(Exception):
         self._variable = variable
 
     def end_test(self) -> NoReturn:
-        """Skips the test, or fails it."""
+        """Skip the test, or fail it."""
         if self.required:
             pytest.fail(f"{self} ({self._variable} is set)", pytrace=False)
         pytest.skip(f"{self} (or set {self._variable}=1, and this fails)")

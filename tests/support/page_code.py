@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run_python_of(page: str, home: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs all Python of a page, top to bottom, as one program in `folder`, against the stack in `home`."""
+    """Run all Python of a page, top to bottom, as one program in `folder`, against the stack in `home`."""
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks, f"{page} has no Python"
     root = home / "import" / "mnist"

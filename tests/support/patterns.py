@@ -26,7 +26,7 @@ def patterns(rows: int, seed: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[n
 
 
 def write_mnist_like(folder: Path) -> None:
-    """Makes `folder` with four files by MNIST's names: 1,400 rows to train on, 120 to test with."""
+    """Make `folder` with four files by MNIST's names: 1,400 rows to train on, 120 to test with."""
     folder.mkdir(parents=True)
     for part, rows in (("train", TRAIN_ROWS), ("t10k", TEST_ROWS)):
         images, labels = patterns(rows, seed=rows)

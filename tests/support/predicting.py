@@ -69,7 +69,7 @@ def write(
     nan_counts: Mapping[str, int] | None = None,
     target_scaling: TargetScaling | None = None,
 ) -> CheckpointEntry:
-    """Commits a checkpoint with seeded weights, or with these bytes for them."""
+    """Commit a checkpoint with seeded weights, or with these bytes for them."""
     job = name.partition("/checkpoints/")[0]
     registry = CheckpointRegistry(store, job)
     registry.fence(1)
@@ -98,7 +98,7 @@ def write(
 def write_program(
     store: ObjectStore, bundle: str, files: Mapping[str, bytes], *, entry: str = "train:loop", name: str = CHECKPOINT
 ) -> CheckpointEntry:
-    """Commits a checkpoint as a program of that bundle would report it."""
+    """Commit a checkpoint as a program of that bundle would report it."""
     job = name.partition("/checkpoints/")[0]
     registry = CheckpointRegistry(store, job)
     registry.fence(1)

@@ -84,7 +84,7 @@ def prepared() -> dict[str, Prepared]:
 
 
 def attach_prepared(server: Server) -> None:
-    """Has the server answer for both."""
+    """Have the server answer for both."""
     for model in prepared().values():
         server.models.put(model.deployment)
         attach(server.models, model.deployment, model)

@@ -30,7 +30,7 @@ class Racers:
         self._pool = pool
 
     def race(self, task: Callable[..., T], *arguments: Any) -> list[T]:
-        """Runs `task(racer's number, *arguments)` in every process at once; returns what each returned."""
+        """Run `task(racer's number, *arguments)` in every process at once; return what each returned."""
         futures = [self._pool.submit(_together, task, number, *arguments) for number in range(RACERS)]
         return [future.result() for future in futures]
 
@@ -57,7 +57,7 @@ def _together(task: Callable[..., T], *arguments: Any) -> T:
 
 
 def claim_keys(racer: int, settings: StoreSettings, keys: int) -> list[int]:
-    """Tries to create each of `keys` objects, with the racer's number as bytes; returns those it won."""
+    """Try to create each of `keys` objects, with the racer's number as bytes; return those it won."""
     return [key for key in range(keys) if _created(_open(settings), f"race/{key}", f"{racer}".encode())]
 
 
@@ -70,7 +70,7 @@ def _created(store: ObjectStore, key: str, data: bytes) -> bool:
 
 
 def count_up(racer: int, settings: StoreSettings, prefix: str, times: int) -> int:
-    """Adds 1 to the log's counter `times` times, and to the racer's own; returns the highest number it saw."""
+    """Add 1 to the log's counter `times` times, and to the racer's own; return the highest number it saw."""
 
     def add(newest: Record | None) -> dict[str, int]:
         state = newest.state if newest else {}

@@ -102,7 +102,7 @@ class RayHead(RayNode):
         return dict(json.loads(next(line for line in listed.splitlines() if line.startswith("["))))
 
     def drain(self, name: str, deadline_s: int = 300) -> None:
-        """Says that the node of that name will be taken away, as a cloud does with one of its spot machines."""
+        """Say that the node of that name will be taken away, as a cloud does with one of its spot machines."""
         node_id = self.node_ids()[name]
         command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", f"--address={self.address}"]
         command += [f"--node-id={node_id}", "--reason=DRAIN_NODE_REASON_PREEMPTION", "--reason-message=taken away"]
@@ -111,7 +111,7 @@ class RayHead(RayNode):
 
 @contextmanager
 def ray_node(head: RayHead, name: str, *, num_cpus: int = 1, num_gpus: int = 0) -> Iterator[RayNode]:
-    """Runs a further node of the head's cluster, with a session of its own; killable by itself."""
+    """Run a further node of the head's cluster, with a session of its own; killable by itself."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     try:
         node = _start_node(folder, head, name, num_cpus, num_gpus)
@@ -133,7 +133,7 @@ def ray_head(
     dashboard: bool = True,
     labels: str = "",
 ) -> Iterator[RayHead]:
-    """Runs a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
+    """Run a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
     `environ` besides ours. Ray Train's cleaner and Ray Serve ask the dashboard; a head without it starts sooner.
     `labels` are those of its node, `name=value`."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.
@@ -155,7 +155,7 @@ def ray_head(
 
 @contextmanager
 def _guarded(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Gives a process that ends the head of the folder once this one has died or left the body; killed, it does not.
+    """Give a process that ends the head of the folder once this one has died or left the body; killed, it does not.
 
     A second Ctrl-C may come while the clean-up of the first one is under way, and SIGKILL leaves no time for any.
     """
@@ -175,7 +175,7 @@ def _guarded(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _end_all_of(folder: Path) -> None:
-    """Ends the sessions of those that were started with the folder, and takes it away."""
+    """End the sessions of those that were started with the folder, and take it away."""
     option = f"--temp-dir={folder}"
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     for leader in [pid for pid in pids if option in _title(pid).split() and os.getsid(pid) == pid]:

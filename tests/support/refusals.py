@@ -24,7 +24,7 @@ class Refusal:
 
 
 def refused(call: Callable[[], Any]) -> Refusal:
-    """Fails unless `call` is refused; a stream is read to its end."""
+    """Fail unless `call` is refused; a stream is read to its end."""
     with pytest.raises(grpc.RpcError) as raised:
         _exhaust(call())
     status = rpc_status.from_call(cast(grpc.Call, raised.value))

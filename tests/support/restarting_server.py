@@ -64,7 +64,7 @@ class RestartingServer:
             self._process = None
 
     def kill_in_the_next_call(self) -> threading.Thread:
-        """Takes the next call in, dies without an answer, and is back a moment later."""
+        """Take the next call in, dies without an answer, and is back a moment later."""
         (self._folder / "hold").touch()
         before = len(self.calls)
 

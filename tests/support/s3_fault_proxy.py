@@ -147,7 +147,7 @@ class S3FaultProxy:
             await writer.wait_closed()
 
     async def _request(self, head: Head, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Returns whether the connection can take another request."""
+        """Return whether the connection can take another request."""
         fault = self._befalls(head.method)
         if fault.is_unresponsive:
             await self._hold(reader)
@@ -325,7 +325,7 @@ async def _drain(reader: asyncio.StreamReader) -> None:
 
 
 def _abort(writer: asyncio.StreamWriter) -> None:
-    """Lets the system send RST, not FIN."""
+    """Let the system send RST, not FIN."""
     with suppress(OSError):
         connection: socket.socket = writer.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -88,7 +88,7 @@ def name_under_test(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def find_program(environ: Mapping[str, str] = os.environ) -> S3Program:
-    """Raises `NoS3Server`."""
+    """Raise `NoS3Server`."""
     folder = REPOSITORY / (environ.get("MILLRACE_CACHE") or ".cache") / "bin"
     minio = Path(environ.get("MILLRACE_MINIO") or folder / "minio")
     if os.access(minio, os.X_OK):
@@ -104,7 +104,7 @@ def find_program(environ: Mapping[str, str] = os.environ) -> S3Program:
 
 @contextmanager
 def running(program: S3Program, folder: Path) -> Iterator[S3Server]:
-    """Starts the server on a free loopback port, keeping its data in `folder`, and stops it at the end."""
+    """Start the server on a free loopback port, keeping its data in `folder`, and stop it at the end."""
     data = folder / "data"
     data.mkdir()
     with (folder / "server.log").open("ab") as log:

@@ -48,7 +48,7 @@ class ServiceProcess:
         return self._process.pid
 
     def start(self, **variables: str) -> None:
-        """Returns once the health service says SERVING. This once, with further `variables` in its environment."""
+        """Return once the health service says SERVING. This once, with further `variables` in its environment."""
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", self._module],

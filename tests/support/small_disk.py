@@ -15,7 +15,7 @@ REQUIRED = "MILLRACE_REQUIRE_MOUNT"
 
 @contextmanager
 def small_disk(folder: Path, mebibytes: int) -> Iterator[Path]:
-    """Skips the test where it cannot be mounted, or fails it where MILLRACE_REQUIRE_MOUNT is set."""
+    """Skip the test where it cannot be mounted, or fail it where MILLRACE_REQUIRE_MOUNT is set."""
     folder.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
     try:

@@ -68,7 +68,7 @@ class TrainClient:
         self._channel.close()
 
     def send_raw(self, method: str, data: bytes) -> bytes:
-        """Calls a unary method with these bytes for a request."""
+        """Call a unary method with these bytes for a request."""
         call: Callable[..., bytes] = self._channel.unary_unary(f"/millrace.train.v1.TrainService/{method}")
         return call(data, timeout=60)
 
@@ -123,7 +123,7 @@ class Watch:
         self.events: list[pb.TrainingEvent] = []
 
     def until(self, kind: str, where: Callable[[pb.TrainingEvent], bool] = lambda _: True) -> pb.TrainingEvent:
-        """Reads on to the first event of this kind that fits."""
+        """Read on to the first event of this kind that fits."""
         for update in self._updates():
             if update.WhichOneof("update") == "event":
                 event: pb.TrainingEvent = update.event
@@ -138,7 +138,7 @@ class Watch:
         raise AssertionError(f"the job never was {State.Name(state)}: {self.jobs[-1]}")
 
     def rest(self) -> None:
-        """Reads to the end, which comes once the job is final."""
+        """Read to the end, which comes once the job is final."""
         for _ in self._updates():
             pass
 
@@ -188,7 +188,7 @@ class TrainStack:
 def train_stack(
     settings: StoreSettings, ray_address: str, folder: Path, more: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[TrainStack]:
-    """Starts the service on a store that need not hold anything yet; its log goes below `folder`.
+    """Start the service on a store that need not hold anything yet; its log goes below `folder`.
 
     `more` are variables of its environment."""
     store = open_store(settings)

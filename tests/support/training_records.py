@@ -34,7 +34,7 @@ def make_job(store: ObjectStore, version: str, *, epochs: int = 2, batch: int = 
 
 
 def begin(jobs: Jobs) -> int:
-    """Begins the next attempt; returns its number."""
+    """Begin the next attempt; return its number."""
     attempt = jobs.get(JOB, JOB).attempt + 1
     jobs.transition(JOB, lambda job: begin_attempt(job, time.time()), attempt=attempt)
     return attempt

@@ -119,7 +119,7 @@ def doubles(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def fickle(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Adds 1 to all numbers after it was called for the last time of a pass."""
+    """Add 1 to all numbers after it was called for the last time of a pass."""
     called = Path(os.environ[FICKLE_FOLDER]) / "called"
     again = called.exists()
     if 0 in batch["n"].to_pylist():
@@ -134,7 +134,7 @@ def refuses(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def waits_for_go(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Tells its process, and waits for a file `go`."""
+    """Tell its process, and wait for a file `go`."""
     if not len(batch):
         return batch
     folder = Path(batch["folder"][0].as_py())

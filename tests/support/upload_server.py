@@ -49,7 +49,7 @@ class UploadServer:
         assert ready.wait(120)
 
     def stop(self) -> None:
-        """Breaks the calls in flight."""
+        """Break the calls in flight."""
         if self._thread and self._loop and self._stop:
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(120)

@@ -26,13 +26,13 @@ from train_service.jobs.training_jobs import suggest_spec
 
 
 def import_here(store: ObjectStore, name: str, folder: Path, sources: Iterable[data_service_pb2.ImportSource]) -> None:
-    """Makes the version `name` of files below `folder`."""
+    """Make the version `name` of files below `folder`."""
     spec = import_spec_from(data_service_pb2.ImportVersionRequest(sources=sources))
     _make(store, name, {"import": spec.as_record(), "import_roots": [str(folder)]}, run_import)
 
 
 def prepare_here(store: ObjectStore, name: str, preparation: suggestion_pb2.Preparation, seed: int = 0) -> None:
-    """Makes the version `name` as a client would have it made; `seed`, unless 0, in place of that of the splits."""
+    """Make the version `name` as a client would have it made; `seed`, unless 0, in place of that of the splits."""
     request = data_service_pb2.TransformVersionRequest(
         source=preparation.source, transform=preparation.transform, fit_split=preparation.fit_split
     )

@@ -11,7 +11,7 @@ INTERVAL_S = 0.02
 def wait_until(
     holds: Callable[[], object], what: str, timeout_s: float = 120.0, interval_s: float = INTERVAL_S
 ) -> None:
-    """Returns once `holds()`; fails the test, naming `what`, if it does not in time."""
+    """Return once `holds()`; fail the test, naming `what`, if it does not in time."""
     deadline = time.monotonic() + timeout_s
     while not holds():
         if time.monotonic() > deadline:

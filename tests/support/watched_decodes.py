@@ -10,7 +10,7 @@ from shared.transforms.steps.images import DecodeImage
 
 
 def watched_decodes(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """Gets from now on, for each call that decodes images of any size, the pixels of each of its images."""
+    """Get from now on, for each call that decodes images of any size, the pixels of each of its images."""
     decoded: list[list[int]] = []
     work = DecodeImage.work
 

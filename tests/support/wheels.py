@@ -12,7 +12,7 @@ OFFLINE = {"UV_NO_INDEX": "1", "UV_OFFLINE": "1"}
 
 
 def write_wheel(folder: Path, name: str, version: str, files: Mapping[str, str | bytes]) -> str:
-    """Returns the line of a lock for it: the one version, with the wheel's hash."""
+    """Return the line of a lock for it: the one version, with the wheel's hash."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-{version}.dist-info"
     content = {path: one.encode() if isinstance(one, str) else one for path, one in files.items()}

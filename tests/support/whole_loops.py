@@ -128,7 +128,7 @@ class LoopRun:
         return int(event.attempt), int(event.attempt_started.step)
 
     def committed(self, report: int, attempt: int) -> None:
-        """Returns once the attempt has committed that report."""
+        """Return once the attempt has committed that report."""
         watch = self.watch()
         watch.until(
             "checkpoint_committed",
@@ -137,7 +137,7 @@ class LoopRun:
         watch.cancel()
 
     def rest(self) -> Watch:
-        """Lets the loop run to its end."""
+        """Let the loop run to its end."""
         self.allow(10**9)
         watch = self.watch()
         watch.rest()
@@ -166,7 +166,7 @@ class LoopRun:
 
 @contextmanager
 def loop_run(stack: TrainStack, folder: Path, *, epochs: int, allowed: int, **fields: Any) -> Iterator[LoopRun]:
-    """Starts a job of the loop, which is cancelled if the body fails: it would keep its workers from the next test.
+    """Start a job of the loop, which is cancelled if the body fails: it would keep its workers from the next test.
 
     `fields` are further ones of the specification.
     """
@@ -187,7 +187,7 @@ def loop_run(stack: TrainStack, folder: Path, *, epochs: int, allowed: int, **fi
 
 
 def allow(folder: Path, reports: int) -> None:
-    """Lets the loop send that many reports over all attempts."""
+    """Let the loop send that many reports over all attempts."""
     written = folder / "allowed.new"
     written.write_text(str(reports))
     written.replace(folder / "allowed")

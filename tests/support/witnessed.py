@@ -174,7 +174,7 @@ class Proof:
         }
 
     def publish(self, name: str, **more: Any) -> None:
-        """Prints it, and keeps it as `name`.json in MILLRACE_PROOF_DIR where that is set."""
+        """Print it, and keep it as `name`.json in MILLRACE_PROOF_DIR where that is set."""
         text = json.dumps({**self.figures(), **more}, indent=2)
         print(f"\n{name}: {text}")
         if folder := os.environ.get("MILLRACE_PROOF_DIR"):
@@ -192,7 +192,7 @@ def killed_beside_undisturbed(
     changes: Mapping[str, Any] = MappingProxyType({}),
     row_count: int = ROWS,
 ) -> Proof:
-    """Runs both, one after the other. Each attempt of the first loses a worker to SIGKILL at a seeded batch, until
+    """Run both, one after the other. Each attempt of the first loses a worker to SIGKILL at a seeded batch, until
     `kills` have been. `changes` are those of the specification, whose version has `row_count` rows."""
     client = place.stack.client
     spec = witnessed_spec(epochs=epochs, workers=workers, **changes)

@@ -397,7 +397,7 @@ class Served:
             yield np.concatenate([self._prepare(request) for request in requests])
 
     def batched(self, ingested: pa.Table) -> Iterator[Array]:
-        """Requests of several sizes, gathered into one batch."""
+        """Request of several sizes, gathered into one batch."""
         cuts = [0, 1, 8, 9, 30, ingested.num_rows]
         requests = [
             self._request(ingested.slice(start, stop - start), False) for start, stop in itertools.pairwise(cuts)

@@ -90,7 +90,7 @@ class ScriptDriver:
     def fit(self, trainer: Any) -> Result:
         """Replace a trainer's own `fit`.
 
-        Returns once the run is done and committed. If the run fails, the attempt ends, and this process with it.
+        Return once the run is done and committed. If the run fails, the attempt ends, and this process with it.
         """
         line = self.line()
         if not isinstance(trainer, TorchTrainer):

@@ -534,7 +534,7 @@ class ScriptSweep:
     def ended(self, spec: SweepSpec) -> dict[str, Any]:
         """Create the sweep if necessary and await its end.
 
-        Returns `trials`: for each trial its `name`, `config`, `error` and `checkpoints`, oldest first. Raises the error
+        Return `trials`: for each trial its `name`, `config`, `error` and `checkpoints`, oldest first. Raises the error
         for which the sweep failed. Cancels the sweep if the job is cancelled.
         """
         record = retry_on_outage(lambda: self._new_record(spec), "the sweep of the script")

@@ -98,7 +98,7 @@ def prepare() -> None:
 def run(context: AttemptContext) -> dict[str, Any]:
     """Run an attempt at a training job.
 
-    This is the entry function of a durable job of kind `train`. Returns the last and the best checkpoint.
+    This is the entry function of a durable job of kind `train`. Return the last and the best checkpoint.
     """
     spec = TrainingSpec.from_config(context.job.spec["training"])
     if spec.local and spec.program is None:
@@ -629,7 +629,7 @@ TIMEOUT_S = 20.0
 def end_hard(ranks: list[RankHeartbeat]) -> dict[int, str]:
     """Kill the ranks' processes with SIGKILL.
 
-    The signal also ends stopped processes. Returns the content of each rank's stacks file, by rank, if there is one.
+    The signal also ends stopped processes. Return the content of each rank's stacks file, by rank, if there is one.
     """
     own_node = ray.get_runtime_context().get_node_id()
     found = {one.rank: _end(one.pid, one.stacks_file) for one in ranks if one.node_id == own_node}

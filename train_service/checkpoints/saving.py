@@ -121,7 +121,7 @@ class Checkpointing:
     def restore(self) -> tuple[int, History]:
         """Restore the newest good checkpoint.
 
-        Rank 0 chooses it for all ranks. Returns the first step to do, and the history for early stopping.
+        Rank 0 chooses it for all ranks. Return the first step to do, and the history for early stopping.
         """
         chosen: dict[str, Any] | None = None
         if self._reporter is not None:
@@ -141,7 +141,7 @@ class Checkpointing:
         return entry.step, [(int(epoch), float(value)) for epoch, value in history]
 
     def _restore(self, entry: CheckpointEntry) -> tuple[CheckpointContent, dict[str, Any]]:
-        """Load the checkpoint into the learner. Returns its content and the saved state."""
+        """Load the checkpoint into the learner. Return its content and the saved state."""
         try:
             if (shards := self._learner.shards) is not None:
                 try:
@@ -220,7 +220,7 @@ class Checkpointing:
     def _choose(self, reporter: Reporter) -> CheckpointEntry | None:
         """Open the registry and create the writer.
 
-        Rank 0 does this for the attempt. Returns the checkpoint to resume from.
+        Rank 0 does this for the attempt. Return the checkpoint to resume from.
         """
         lineage, damaged = self._lineage, set[str]()
 

@@ -299,7 +299,7 @@ def _write_all(file: BinaryIO, data: memoryview) -> None:
 
 
 def upload_shards(store: ObjectStore, folder: str, spooled: Sequence[SpooledFile]) -> list[dict[str, Any]]:
-    """Upload a rank's shards. Returns what the manifest says about them. May be repeated."""
+    """Upload a rank's shards. Return what the manifest says about them. May be repeated."""
     named = []
     for one in spooled:
         # The file has no name of its own.
@@ -314,7 +314,7 @@ def tell_written(store: ObjectStore, folder: str, rank: int, named: Sequence[Map
 
 
 def await_written(store: ObjectStore, folder: str, ranks: int, ending: threading.Event) -> list[dict[str, Any]]:
-    """Wait until every other rank has written its shards. Returns what the manifest says about them.
+    """Wait until every other rank has written its shards. Return what the manifest says about them.
 
     `ending` is set when the run ends: then ranks may be gone. Raises `Internal` for a rank that does not come.
     """
@@ -365,7 +365,7 @@ def restore_shards(
 ) -> tuple[CheckpointContent, dict[str, Any]]:
     """Load this rank's rows of the checkpoint into the sharded model and its optimizer.
 
-    Returns the content and the rest of the state. No rank needs another one for it. Raises `NotByRows` before anything
+    Return the content and the rest of the state. No rank needs another one for it. Raises `NotByRows` before anything
     is loaded if the state does not lie by rows, and `DataLoss`.
     """
     checkpoint = load_checkpoint(store, entry.folder, entry.manifest_sha256)

@@ -65,7 +65,7 @@ def sorting(drawn: NDArray[np.uint64]) -> Ints:
 def blocks_of(row_groups: Sequence[int] | Ints, lanes: int) -> Ints:
     """Cut row groups, given as row counts, into blocks.
 
-    Returns a (blocks, 2) array of first row and row count. A block never crosses a row group. Row groups stay whole if
+    Return a (blocks, 2) array of first row and row count. A block never crosses a row group. Row groups stay whole if
     there are enough of them.
     """
     counts = np.asarray(row_groups, np.int64)

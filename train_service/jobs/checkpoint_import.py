@@ -198,7 +198,7 @@ class CheckpointImports:
     def _checked(self, request: CheckpointImportRequest) -> tuple[CheckpointImportRequest, _Home]:
         """Check the header before any bytes are received.
 
-        Returns the request with its specification completed: by the caller's own model, or by the tokenizer of a text
+        Return the request with its specification completed: by the caller's own model, or by the tokenizer of a text
         model's input.
         """
         if not request.validate_only and self._training.exists(f"{COLLECTION}/{request.job_id}"):

@@ -105,7 +105,7 @@ class Deletions:
 
         The logs that record its deletion stay.
 
-        Objects of a new job with the same name stay. Returns whether the log still has the same state of this job.
+        Objects of a new job with the same name stay. Return whether the log still has the same state of this job.
         """
         # List the keys before the log is read, so that they exclude the objects of a new job.
         logs = (f"{job.name}/log/", f"{job.name}/checkpoints/log/")
@@ -215,7 +215,7 @@ class GarbageCollector:
                 self._collect_alone(name)
 
     def _collect_alone(self, name: str) -> bool:
-        """Collect the garbage of one job. Returns whether that succeeded."""
+        """Collect the garbage of one job. Return whether that succeeded."""
         try:
             self.collect_job(name)
         except Unavailable:

@@ -354,7 +354,7 @@ def _below(root: int) -> list[tuple[int, int, float]]:
 
 
 def _reap(pid: int) -> int | None:
-    """Reap ended children. Returns the status of `pid` once it has ended."""
+    """Reap ended children. Return the status of `pid` once it has ended."""
     status = None
     with contextlib.suppress(ChildProcessError):
         while True:

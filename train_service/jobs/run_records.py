@@ -369,7 +369,7 @@ class CheckpointReader:
         )
 
     def _mark(self, entry: CheckpointEntry, uid: str) -> bool:
-        """Mark the checkpoint as in use. Returns whether the registry still names it."""
+        """Mark the checkpoint as in use. Return whether the registry still names it."""
         try:
             return keep(self._store, entry.name, entry.folder, KIND, uid, f"downloads/{uid}", ends_in=NEVER)
         except ResourceExhausted as error:  # an operator who frees a full store may want its checkpoints first

@@ -159,7 +159,7 @@ class TrainingJobs:
     def begin_external_attempt(self, job_id: str, spec: TrainingSpec, runner: str, device: str) -> JobRecord:
         """Begin an attempt that the caller must run.
 
-        Returns the job with that attempt; the caller is its `runner`.
+        Return the job with that attempt; the caller is its `runner`.
 
         The job is created if there is none of that name. A job that SUCCEEDED is returned as it is. The new attempt
         supersedes an attempt that is still at work. `device` is the device of the attempt, GPU or CPU.

@@ -94,7 +94,7 @@ class Report:
 def read_weights(asked: Mapping[str, Any]) -> str:
     """Fit the files in `files` to `model`.
 
-    `files` is a folder. Returns what is wrong with the files, or an empty string. If the files can be read, writes
+    `files` is a folder. Return what is wrong with the files, or an empty string. If the files can be read, writes
     `report`. If no tensor is missing without permission, unexpected, or of another shape, also writes `output`, a
     safetensors file of all the model's tensors.
     """

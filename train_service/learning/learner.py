@@ -121,7 +121,7 @@ class BaseLearner(ABC):
     def step(self, batch: Batch) -> list[float]:
         """Take one optimizer step.
 
-        Returns this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
+        Return this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
         For a classifier the first sum of the metrics is the number of right answers.
 
         Raises `FailedPrecondition` if the loss is not finite, before any weight or the optimizer is changed.
@@ -135,7 +135,7 @@ class BaseLearner(ABC):
     def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
         """Validate on a whole split, on every rank.
 
-        Returns the measurements by name, and the number of rows; both are empty if the learner does not validate.
+        Return the measurements by name, and the number of rows; both are empty if the learner does not validate.
         """
 
     def end_epoch(self, metrics: Mapping[str, float]) -> dict[str, float]:  # noqa: ARG002
@@ -375,7 +375,7 @@ class Learner(BaseLearner):
     def step(self, batch: Batch) -> list[float]:
         """Take one optimizer step.
 
-        Returns this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
+        Return this rank's sums, which are added over ranks and steps: the loss, the rows, and the sums of the metrics.
         For a classifier the first sum of the metrics is the number of right answers.
 
         Raises `FailedPrecondition` if the loss is not finite, before any weight or the optimizer is changed.
@@ -766,7 +766,7 @@ class DryRunStep:
     def leaves_some_unused(self, ranks: Ranks, autocast: Callable[[], AbstractContextManager[object]]) -> bool:
         """Return whether the step leaves a parameter without gradient, on any rank.
 
-        Returns False if the step fails on such rows.
+        Return False if the step fails on such rows.
         """
         unused = broken = 0
         self._model.train()

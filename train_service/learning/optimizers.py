@@ -48,7 +48,7 @@ def build_optimizer(spec: OptimizerSpec, model: nn.Module, *, fused: bool = True
 def build_scheduler(spec: OptimizerSpec, optimizer: torch.optim.Optimizer, total_steps: int) -> LRScheduler | None:
     """Build the scheduler, to be stepped after each step of the optimizer.
 
-    Returns None if the run's own schedule sets the learning rate.
+    Return None if the run's own schedule sets the learning rate.
     """
     if not spec.scheduler:
         return None

@@ -393,7 +393,7 @@ class OwnStepLearner(BaseLearner):
     def evaluate(self, cache: RowCache, preprocessing: Preprocessing) -> tuple[dict[str, float], int]:
         """Return the values that `validation_step` logs, and as `validation_loss` what it returns.
 
-        Returns nothing if the module has no `validation_step`.
+        Return nothing if the module has no `validation_step`.
         """
         module, ranks = self._step_module, self._ranks
         if own_method(self.model, "validation_step") is None:
@@ -514,7 +514,7 @@ class OwnStepLearner(BaseLearner):
     ) -> tuple[float, Any]:
         """Accumulate the micro-batches' gradients and step the one optimizer.
 
-        Returns the mean loss of this rank's rows, and the last micro-batch's result of `training_step`.
+        Return the mean loss of this rank's rows, and the last micro-batch's result of `training_step`.
         """
         module, spec = self._step_module, self._spec
         (optimizer,) = module.optimizers
@@ -559,7 +559,7 @@ class OwnStepLearner(BaseLearner):
     def _manual(self, batch: Batch, micro_batches: Sequence[tuple[MicroBatch, Any]], index: int) -> tuple[float, Any]:
         """Run a step whose module steps its optimizers itself.
 
-        Returns the loss, or NaN if the step returns none, and the result of `training_step`.
+        Return the loss, or NaN if the step returns none, and the result of `training_step`.
         """
         self._weight = len(batch.row_ids) * loss_scale(self._ranks.world_size, batch.step_rows)
         self._learning_rate = float(self._step_module.optimizers[0].param_groups[0]["lr"])

@@ -137,7 +137,7 @@ class Ranks:
             _put_back(flat.div_(self.world_size), group)
 
     def gather(self, values: NDArray[np.int64]) -> list[NDArray[np.int64]] | None:
-        """Gather every rank's array (n,) on rank 0, in the order of ranks. Returns None on other ranks.
+        """Gather every rank's array (n,) on rank 0, in the order of ranks. Return None on other ranks.
 
         The arrays may have different lengths.
         """

@@ -352,7 +352,7 @@ class _Watch:
 def longest_at_work_s(tasks: str) -> float:
     """Return for how long the oldest running task of that name has had its CPU, by Ray's dashboard.
 
-    Returns 0 if no task has a CPU, or if the dashboard cannot answer.
+    Return 0 if no task has a CPU, or if the dashboard cannot answer.
     """
     from ray.util.state import list_tasks  # imported only when something is wrong
     from ray.util.state.common import RAY_MAX_LIMIT_FROM_API_SERVER

@@ -619,7 +619,7 @@ def ingested_columns(version: DatasetVersion) -> Sequence[Column]:
 def class_names(spec: TrainingSpec, version: DatasetVersion) -> Sequence[str]:
     """Return the version's names of the model's classes 0, 1, …
 
-    Returns none if the version has no names, and for regression.
+    Return none if the version has no names, and for regression.
     """
     if spec.task == REGRESSION:
         return ()

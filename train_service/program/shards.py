@@ -188,8 +188,8 @@ class _SplitRows:
     def _plan(self, order: EpochOrder, way: Pass, rank: int, begin: int) -> tuple[Ints, Ints, int] | None:
         """Plan the window that holds the rank's row `begin`.
 
-        Returns the rank's rows in the order of the files, the index of each of its rows among them in the order of the
-        epoch, and the number after its last row. Returns None after the end of the pass.
+        Return the rank's rows in the order of the files, the index of each of its rows among them in the order of the
+        epoch, and the number after its last row. Return None after the end of the pass.
         """
         count = way.rows_of(rank)
         if begin >= count:

@@ -129,7 +129,7 @@ def run_program(
 ) -> None:
     """Run the whole life of one rank.
 
-    Returns once the function has returned and all its reports are committed, or once it was stopped at a report. Raises
+    Return once the function has returned and all its reports are committed, or once it was stopped at a report. Raises
     `Internal` for an error of the function. `local`: the rank is no worker of Ray Train, and passes `KeyboardInterrupt`
     through. `ranks_of_node` is the number of ranks on this node, which share its memory. A process that is also the
     attempt has `end_process` called if its memory is full.
@@ -370,7 +370,7 @@ class DrawnIndices:
         self._loaders: list[LoaderRecord] = []
 
     def watch(self, loader: Any) -> Any:
-        """Count the indices that a prepared loader gives. Returns the loader.
+        """Count the indices that a prepared loader gives. Return the loader.
 
         One whose sampler draws no indices, or too many to keep, is not counted.
         """

@@ -605,7 +605,7 @@ class SegmentedLog(ResourceLog):
     # --- Segments ---
 
     def _find_segment(self, index: int) -> bool:
-        """Read a segment, or note that its records are to be read. Returns whether the segment is complete."""
+        """Read a segment, or note that its records are to be read. Return whether the segment is complete."""
         last, records = self._probe(numbers_of(index)[-1]), None
         if last is not None and last.nonce:
             records = self._readable(self._segment_key(last), last)

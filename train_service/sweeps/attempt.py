@@ -40,7 +40,7 @@ MEMORY_OF_FOLLOWER = 1
 def run(context: AttemptContext) -> dict[str, Any]:
     """Run an attempt at a sweep.
 
-    This is the entry function of a durable job of kind `sweep`. Returns the best trial and its checkpoint.
+    This is the entry function of a durable job of kind `sweep`. Return the best trial and its checkpoint.
     """
     trials = Trials(context.store, context.job)
     try:

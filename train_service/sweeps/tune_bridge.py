@@ -180,7 +180,7 @@ class TuneBridge(Callback):
             raise Unavailable(f"processes that follow trials were lost: {reported}", reason="FOLLOWER_LOST")
 
     def _log_failure(self, trial: Any, what: str) -> str:
-        """Log the trial's newest failure. Returns its last line, which is the error itself."""
+        """Log the trial's newest failure. Return its last line, which is the error itself."""
         # Read the file that Tune's driver writes. `Trial.get_error` reads a copy in Tune's storage, which is updated
         # only at times.
         failure = Path(trial.error_file).read_text().rpartition(FAILURE)[2].strip()

@@ -252,7 +252,7 @@ OF_A_LOST_PEER = ("gloo", "nccl", "connection closed by peer", "connection reset
 def as_reported(error: Exception, rank: int, step: int, remedy: str = "") -> Exception:
     """Return `error` as an `Internal` that names its type, first line, rank, step, line of a user's code, and remedy.
 
-    Returns `error` itself if it is already one of ours, or if the rank only lost other ranks that it waited for.
+    Return `error` itself if it is already one of ours, or if the rank only lost other ranks that it waited for.
 
     It counts as a failure and another attempt is made, because the error may not occur again.
     """

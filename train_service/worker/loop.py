@@ -91,7 +91,7 @@ def train_loop(
 ) -> None:
     """Run the whole life of one rank.
 
-    Returns when the run is complete or was asked to stop; the job's log says which. Raises `Internal` for an error of
+    Return when the run is complete or was asked to stop; the job's log says which. Raises `Internal` for an error of
     the training, see `as_reported`. `node_id` is Ray's, empty without Ray. `ranks_of_node` is the number of ranks on
     this node, which share its memory.
 
@@ -388,7 +388,7 @@ class Run:
     def _nan_counts(self) -> dict[str, int] | None:
         """Return the NaN counts of the training split as ingested.
 
-        Returns None if they cannot be read; training continues without them.
+        Return None if they cannot be read; training continues without them.
         """
         try:
             return retry_on_outage(

@@ -218,7 +218,7 @@ DATASET = "digits"
 def run(
     millrace: Millrace, story: Story, *, folder_uri: str, suffixes: tuple[str, ...], epochs: int, output: Path
 ) -> dict[str, Any]:
-    """Import, train, deploy, predict, draw. Returns the figures as JSON values."""
+    """Import, train, deploy, predict, draw. Return the figures as JSON values."""
     with story.stage("Import the digits"):
         version = import_digits(millrace, folder_uri, suffixes)
         splits = " · ".join(f"{split.name} {split.row_count:,}" for split in version.splits)

@@ -198,7 +198,7 @@ FAMILY_TIMEOUT_S = 5.0
 def end(root: Process, *, grace_s: float, kill_timeout_s: float = KILL_TIMEOUT_S) -> bool:
     """End a root and its family: SIGTERM to the root, SIGKILL to the rest after `grace_s`.
 
-    It takes `grace_s`, `FAMILY_TIMEOUT_S`, `kill_timeout_s` and `KILL_INTERVAL_S` at most. Returns whether SIGKILL was
+    It takes `grace_s`, `FAMILY_TIMEOUT_S`, `kill_timeout_s` and `KILL_INTERVAL_S` at most. Return whether SIGKILL was
     unnecessary. Nothing of the family is alive afterwards, except processes within a call to the kernel that no signal
     ends.
     """

@@ -533,7 +533,7 @@ class Child:
         return self.answering
 
     def stop(self, *, kill_timeout_s: float = KILL_TIMEOUT_S) -> bool:
-        """End the process and everything it started. Returns whether it ended by itself."""
+        """End the process and everything it started. Return whether it ended by itself."""
         if self._popen is None:
             return True
         return self._end_family(kill_timeout_s)
@@ -644,7 +644,7 @@ def start(
 def stop(home: Path) -> bool:
     """End the stack in `home` and everything that it started. None of its processes is alive afterwards.
 
-    Returns whether there was anything to end. A stack whose supervisor was killed is ended part by part.
+    Return whether there was anything to end. A stack whose supervisor was killed is ended part by part.
     """
     record = read_record(home)
     if record is None:

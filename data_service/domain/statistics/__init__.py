@@ -132,7 +132,7 @@ class ColumnStatistics:
     values: Sequence[tuple[Value, int]] = field(default_factory=tuple)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the statistics in the shape of the proto's JSON."""
+        """Return the statistics in the shape of the proto's JSON."""
         record: dict[str, Any] = {
             "split": self.split,
             "column": self.column,
@@ -151,7 +151,7 @@ class ColumnStatistics:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> ColumnStatistics:
-        """Parses proto JSON in either spelling of field names; `times` and `texts` are ignored."""
+        """Parse proto JSON in either spelling of field names; `times` and `texts` are ignored."""
         given = camel_case(record)
         return cls(
             split=given.get("split", ""),
@@ -167,26 +167,26 @@ class ColumnStatistics:
 
 
 def camel_case(record: Any) -> Any:
-    """Returns proto JSON with field names in the default spelling."""
+    """Return proto JSON with field names in the default spelling."""
     if isinstance(record, Mapping):
         return {_camel(name): camel_case(value) for name, value in record.items()}
     return [camel_case(one) for one in record] if isinstance(record, list | tuple) else record
 
 
 def number_json(value: float) -> float | str:
-    """Returns a number for proto JSON, which has names for NaN and infinities."""
+    """Return a number for proto JSON, which has names for NaN and infinities."""
     if math.isfinite(value):
         return float(value)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def number_from_json(value: Any) -> float:
-    """Parses a number of proto JSON; raises `ValueError` or `TypeError`."""
+    """Parse a number of proto JSON; raise `ValueError` or `TypeError`."""
     return _NAMED[value] if isinstance(value, str) and value in _NAMED else float(value)
 
 
 def scalar_json(value: Value) -> dict[str, Any]:
-    """Returns the proto's `Scalar`; an integer beyond int64 becomes a number."""
+    """Return the proto's `Scalar`; an integer beyond int64 becomes a number."""
     if isinstance(value, bool):
         return {"boolean": value}
     if isinstance(value, int):
@@ -195,7 +195,7 @@ def scalar_json(value: Value) -> dict[str, Any]:
 
 
 def scalar_from_json(record: Mapping[str, Any]) -> Value:
-    """Parses a `Scalar`; raises `ValueError` if no kind is set, or its value is of another kind."""
+    """Parse a `Scalar`; raise `ValueError` if no kind is set, or its value is of another kind."""
     if "integer" in record:
         return int(record["integer"])
     if "number" in record:
@@ -231,7 +231,7 @@ class Column(ABC):
         self.null_count = 0
 
     def update(self, array: pa.Array, hashes: Hashes) -> None:
-        """Adds one chunk, with the hashes of its row ids."""
+        """Add one chunk, with the hashes of its row ids."""
         self.row_count += len(array)
         if array.null_count:
             self.null_count += array.null_count
@@ -251,7 +251,7 @@ class Column(ABC):
         )
 
     def value_counts(self) -> Mapping[Any, int] | None:
-        """Returns exact counts of all values that are neither null nor NaN.
+        """Return exact counts of all values that are neither null nor NaN.
 
         None if there are too many values, or values of an unsupported kind.
         """
@@ -259,14 +259,14 @@ class Column(ABC):
 
     @abstractmethod
     def _update(self, array: pa.Array, hashes: Hashes) -> None:
-        """Adds values without nulls, at least one."""
+        """Add values without nulls, at least one."""
 
     @abstractmethod
     def _merge(self, other: Any) -> None: ...
 
     @abstractmethod
     def _result(self) -> dict[str, Any]:
-        """Returns the fields of `ColumnStatistics` that only this kind of column has."""
+        """Return the fields of `ColumnStatistics` that only this kind of column has."""
 
 
 class Bounds:
@@ -286,9 +286,9 @@ class Bounds:
 
 
 def most_frequent(counts: Mapping[Any, int] | None) -> list[tuple[Any, int]]:
-    """Returns at most `MAX_REPORTED_VALUES` values by descending frequency, then by value.
+    """Return at most `MAX_REPORTED_VALUES` values by descending frequency, then by value.
 
-    Returns nothing if one of them is a text of more than `MAX_REPORTED_BYTES`: a truncated text would be another value,
+    Return nothing if one of them is a text of more than `MAX_REPORTED_BYTES`: a truncated text would be another value,
     and without it the list would not have the most frequent ones.
     """
     ordered = sorted((counts or {}).items(), key=lambda item: (-item[1], item[0]))[:MAX_REPORTED_VALUES]
@@ -304,7 +304,7 @@ _FIRST_SECOND, _LAST_SECOND = -62_135_596_800, 253_402_300_799
 
 
 def rfc3339(value: int, arrow_type: pa.DataType) -> str:
-    """Formats a date or timestamp like google.protobuf.Timestamp in JSON, clipped to the years 1 to 9999."""
+    """Format a date or timestamp like google.protobuf.Timestamp in JSON, clipped to the years 1 to 9999."""
     seconds, rest = whole_seconds(value, arrow_type)
     if seconds < _FIRST_SECOND:
         seconds, rest = _FIRST_SECOND, 0
@@ -344,7 +344,7 @@ class _ScalarColumn(Column):
 
     @abstractmethod
     def _weighted(self) -> Weighted:
-        """Returns all values if their counts are known, else the sample."""
+        """Return all values if their counts are known, else the sample."""
 
     def _numbers(self, *, is_integer: bool) -> dict[str, Any]:
         if not self.moments.count:
@@ -561,7 +561,7 @@ _FLOAT_BLOCK_VALUES = 32_768
 
 
 def tensor_rows(array: pa.ExtensionArray) -> npt.NDArray[Any]:
-    """Returns the values as (B, K), without a copy."""
+    """Return the values as (B, K), without a copy."""
     values: npt.NDArray[Any] = array.storage.flatten().to_numpy(zero_copy_only=True)
     return values.reshape(len(array), math.prod(array.type.shape))
 
@@ -696,7 +696,7 @@ class SplitStatistics:
         self.__dict__.update(state, _waiting=[], _waiting_rows=0, _waiting_bytes=0)
 
     def update(self, table: pa.Table, first_row_id: int | npt.NDArray[np.int64]) -> None:
-        """Adds rows with consecutive ids from `first_row_id`, or with one id each.
+        """Add rows with consecutive ids from `first_row_id`, or with one id each.
 
         No id may occur twice. Columns of the table that the schema lacks are ignored.
         """
@@ -715,7 +715,7 @@ class SplitStatistics:
             self._settle()
 
     def _settle(self) -> None:
-        """Adds the waiting rows to their columns."""
+        """Add the waiting rows to their columns."""
         if not self._waiting:
             return
         tables, ids = zip(*self._waiting, strict=True)
@@ -731,7 +731,7 @@ class SplitStatistics:
                 start += len(chunk)
 
     def merge(self, other: SplitStatistics) -> None:
-        """Adds the rows of another part of the same split."""
+        """Add the rows of another part of the same split."""
         self._settle()
         other._settle()
         self.row_count += other.row_count
@@ -739,12 +739,12 @@ class SplitStatistics:
             column.merge(other._columns[name])
 
     def result(self, split: str = "") -> list[ColumnStatistics]:
-        """Returns the statistics in the order of the columns."""
+        """Return the statistics in the order of the columns."""
         self._settle()
         return [column.result(split, name) for name, column in self._columns.items()]
 
     def value_counts(self, column: str) -> Mapping[Any, int] | None:
-        """Returns the count of each distinct value; None if there are more than 1,000."""
+        """Return the count of each distinct value; None if there are more than 1,000."""
         self._settle()
         return self._columns[column].value_counts()
 

@@ -43,19 +43,19 @@ def mix(words: npt.NDArray[Any]) -> Hashes:
 
 
 def row_hashes(row_ids: npt.NDArray[np.int64]) -> Hashes:
-    """Returns one hash a row; different rows never share one."""
+    """Return one hash a row; different rows never share one."""
     return mix(row_ids.view(np.uint64) ^ _ROW_SALT)
 
 
 def float_words(values: npt.NDArray[Any]) -> Hashes:
-    """Returns floats as 64-bit words, equal for equal values: -0.0 as 0.0, and every NaN alike."""
+    """Return floats as 64-bit words, equal for equal values: -0.0 as 0.0, and every NaN alike."""
     doubles = values.astype(np.float64) + 0.0
     doubles[np.isnan(doubles)] = np.nan
     return doubles.view(np.uint64)
 
 
 def words_of(array: pa.Array) -> npt.NDArray[np.uint64]:
-    """Returns values without nulls as words that are equal if and only if the values are.
+    """Return values without nulls as words that are equal if and only if the values are.
 
     The shape is (N,), or (N, 2) for decimals. For numbers, booleans, dates, times, timestamps and decimals of 128 bits.
     """
@@ -73,7 +73,7 @@ def words_of(array: pa.Array) -> npt.NDArray[np.uint64]:
 
 
 def integers_of(array: pa.Array) -> npt.NDArray[Any]:
-    """Returns integers, dates, times and timestamps without nulls as int64 in their own unit; uint64 stays uint64."""
+    """Return integers, dates, times and timestamps without nulls as int64 in their own unit; uint64 stays uint64."""
     if kinds.is_temporal(array.type):
         array = array.view(pa.int32() if array.type.bit_width == 32 else pa.int64())
     values: npt.NDArray[Any] = array.to_numpy(zero_copy_only=False)
@@ -81,14 +81,14 @@ def integers_of(array: pa.Array) -> npt.NDArray[Any]:
 
 
 def hash_words(words: npt.NDArray[np.uint64]) -> Hashes:
-    """Hashes (N,) or (N, 2) words to N hashes."""
+    """Hash (N,) or (N, 2) words to N hashes."""
     if words.ndim == 1:
         return mix(words)
     return mix(np.ascontiguousarray(words[:, 0]) ^ mix(np.ascontiguousarray(words[:, 1])))
 
 
 def hash_bytes(values: Iterable[bytes | memoryview]) -> Hashes:
-    """Returns XXH3 of each value's bytes."""
+    """Return XXH3 of each value's bytes."""
     return np.fromiter(map(xxhash.xxh3_64_intdigest, values), np.uint64)
 
 
@@ -97,7 +97,7 @@ _COPIED_BYTES = 4096
 
 
 def byte_slices(array: pa.Array) -> Iterator[memoryview]:
-    """Yields the values of strings, bytes, and fixed-size bytes, without nulls."""
+    """Yield the values of strings, bytes, and fixed-size bytes, without nulls."""
     if not len(array):
         return
     if kinds.is_fixed_size_binary(array.type):
@@ -116,7 +116,7 @@ def byte_slices(array: pa.Array) -> Iterator[memoryview]:
 
 
 def value_hashes(array: pa.Array) -> Hashes:
-    """Hashes the values of strings, bytes, and fixed-size bytes, without nulls."""
+    """Hash the values of strings, bytes, and fixed-size bytes, without nulls."""
     # Arrow makes `bytes` of small values in half the time that views of them take.
     if array.nbytes > _COPIED_BYTES * len(array):
         return hash_bytes(byte_slices(array))
@@ -162,7 +162,7 @@ class ExactMoments:
         self._infinite = [0, 0]
 
     def add_floats(self, values: npt.NDArray[np.float64]) -> None:
-        """Adds values without NaN."""
+        """Add values without NaN."""
         self.count += len(values)
         finite = np.isfinite(values)
         if not finite.all():
@@ -175,14 +175,14 @@ class ExactMoments:
             self._squares += squares
 
     def add_integers(self, values: npt.NDArray[Any], weights: npt.NDArray[np.int64] | None = None) -> None:
-        """Adds integers of any dtype; value i occurs `weights[i]` times."""
+        """Add integers of any dtype; value i occurs `weights[i]` times."""
         total, squares = _integer_sums(values, weights)
         self.count += len(values) if weights is None else int(weights.sum())
         self._sum += total << _UNIT_BITS
         self._squares += squares << 2 * _UNIT_BITS
 
     def add_rows(self, count: int, sums: npt.NDArray[np.float64], squares: npt.NDArray[np.float64]) -> None:
-        """Adds rows that have each summed their own values; all sums are finite."""
+        """Add rows that have each summed their own values; all sums are finite."""
         self.count += count
         for start in range(0, len(sums), _BLOCK):
             self._sum += _block_sums(sums[start : start + _BLOCK])[0]
@@ -217,7 +217,7 @@ class ExactMoments:
 
 
 def _root(scaled: int, count: int) -> float:
-    """Returns sqrt(scaled) / count in units, without a float that could overflow on the way."""
+    """Return sqrt(scaled) / count in units, without a float that could overflow on the way."""
     if not scaled:
         return 0.0
     # 128 bits before the root are 64 after it: more than a float64 has.
@@ -227,7 +227,7 @@ def _root(scaled: int, count: int) -> float:
 
 
 def _block_sums(values: npt.NDArray[np.float64]) -> tuple[int, int]:
-    """Returns the exact sum and sum of squares of at most `_BLOCK` finite values, in units."""
+    """Return the exact sum and sum of squares of at most `_BLOCK` finite values, in units."""
     total = squares = 0
     while len(values):
         sizes = np.abs(values)
@@ -251,7 +251,7 @@ def _block_sums(values: npt.NDArray[np.float64]) -> tuple[int, int]:
 
 
 def _limbs(values: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
-    """Returns arrays whose sum is `values`, which are below 1.
+    """Return arrays whose sum is `values`, which are below 1.
 
     Those of the array at place k, from 1 on, are multiples of 2**(-k * _LIMB_BITS), and at most 2**_LIMB_BITS times it.
     """
@@ -268,7 +268,7 @@ def _limbs(values: npt.NDArray[np.float64]) -> list[npt.NDArray[np.float64]]:
 
 
 def _scaled(values: npt.NDArray[np.float64], bits: int) -> npt.NDArray[np.float64]:
-    """Returns the values times 2**bits, which moves the largest one to between 1/2 and 1."""
+    """Return the values times 2**bits, which moves the largest one to between 1/2 and 1."""
     if bits > _PLAIN_BITS:
         return _scaled(values * math.ldexp(1.0, _STEP_BITS), bits - _STEP_BITS)
     if bits < -_PLAIN_BITS:
@@ -277,7 +277,7 @@ def _scaled(values: npt.NDArray[np.float64], bits: int) -> npt.NDArray[np.float6
 
 
 def _in_units(limb_sum: float, places: int, bits: int) -> int:
-    """Returns a multiple of 2**(-places * _LIMB_BITS), times 2**bits, which together are whole."""
+    """Return a multiple of 2**(-places * _LIMB_BITS), times 2**bits, which together are whole."""
     whole, shift = int(math.ldexp(limb_sum, places * _LIMB_BITS)), bits - places * _LIMB_BITS
     return whole << shift if shift >= 0 else whole >> -shift
 
@@ -305,7 +305,7 @@ def _integer_sums(values: npt.NDArray[Any], weights: npt.NDArray[np.int64] | Non
 
 
 def _integer_limbs(values: npt.NDArray[Any]) -> list[npt.NDArray[np.int64]]:
-    """Returns int64 arrays of at most 22 bits; that at place k, from 0 on, counts 2**(22 * k)."""
+    """Return int64 arrays of at most 22 bits; that at place k, from 0 on, counts 2**(22 * k)."""
     bits, mask = _INTEGER_LIMB_BITS, values.dtype.type(2**_INTEGER_LIMB_BITS - 1)
     parts = (values & mask, values >> bits & mask, values >> 2 * bits)
     return [part.astype(np.int64) for part in parts]
@@ -346,11 +346,11 @@ class Sample:
         return self._values
 
     def add(self, hashes: Hashes, values: npt.NDArray[Any]) -> None:
-        """Adds one value of each row."""
+        """Add one value of each row."""
         self._add_level(0, hashes, values)
 
     def add_rows(self, hashes: Hashes, rows: npt.NDArray[Any]) -> None:
-        """Adds rows of K values each, of shape (B, K); NaN is ignored."""
+        """Add rows of K values each, of shape (B, K); NaN is ignored."""
         per_row = rows.shape[1]
         stride = _coprime_stride(per_row)
         first = mix(hashes) % np.uint64(max(per_row, 1))
@@ -384,7 +384,7 @@ class Sample:
             self._settle()
 
     def _settle(self) -> None:
-        """Takes the waiting candidates into the sample."""
+        """Take the waiting candidates into the sample."""
         if not self._waiting:
             return
         columns = zip((self._levels, self._hashes, self._values), *self._waiting, strict=True)
@@ -396,7 +396,7 @@ class Sample:
 
 
 def _coprime_stride(length: int) -> int:
-    """Returns a step that visits all of `length` places, far apart: close to the golden section."""
+    """Return a step that visits all of `length` places, far apart: close to the golden section."""
     stride = max(1, round(length * 0.618))
     while math.gcd(stride, length) != 1:
         stride += 1
@@ -445,7 +445,7 @@ class DistinctCount:
         self.add(other._least)
 
     def _settle(self) -> None:
-        """Takes the waiting hashes into account."""
+        """Take the waiting hashes into account."""
         if not self._waiting:
             return
         # np.unique of these versions of numpy takes 25 times as long as the sort.
@@ -478,7 +478,7 @@ class FrequentValues:
         self._bytes = 0
 
     def add(self, values: Iterable[Any], counts: Iterable[int]) -> None:
-        """Adds distinct values with their counts."""
+        """Add distinct values with their counts."""
         mine = self.counts
         if mine is None:
             return
@@ -493,7 +493,7 @@ class FrequentValues:
                 return
 
     def close(self) -> None:
-        """Stops counting, because there are too many values."""
+        """Stop counting, because there are too many values."""
         self.counts = None
 
     def merge(self, other: FrequentValues) -> None:
@@ -509,7 +509,7 @@ BYTE_VALUES = 256
 
 
 def byte_counts(values: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Returns the counts of the 256 byte values.
+    """Return the counts of the 256 byte values.
 
     Pillow counts the four bytes of a pixel separately, so equal neighbours cause no dependency between counts. bincount
     would first convert each byte to a 64-bit index.
@@ -540,7 +540,7 @@ class Weighted:
     weights: npt.NDArray[np.int64] | None = None
 
     def quantiles(self) -> list[Any]:
-        """Returns the values at `QUANTILE_PERCENTS`.
+        """Return the values at `QUANTILE_PERCENTS`.
 
         Each is the lowest value at or below which that share lies, so it always occurs in the data.
         """
@@ -554,7 +554,7 @@ class Weighted:
         return values
 
     def histogram(self, least: Any, most: Any, total: int, *, is_integer: bool) -> list[int]:
-        """Returns counts in bars from `least` to `most`, scaled to the sum `total`.
+        """Return counts in bars from `least` to `most`, scaled to the sum `total`.
 
         There is a bar for each integer if at most `BARS` are possible, else `BARS` of equal width. Empty if an end is
         infinite.
@@ -577,7 +577,7 @@ class Weighted:
 
 
 def scaled(counts: list[int], total: int) -> list[int]:
-    """Scales the counts to the sum `total`; the largest remainders are rounded up."""
+    """Scale the counts to the sum `total`; the largest remainders are rounded up."""
     given = sum(counts)
     if not given:
         return counts

@@ -414,7 +414,7 @@ class _Texts:
             heapq.heappush(self._heap, (-self._counts[one], one))
 
     def _merge_in_word(self, index: int, pair: Pair) -> set[Pair]:
-        """Merge the pair in one word. Returns the pairs that occur more often than before."""
+        """Merge the pair in one word. Return the pairs that occur more often than before."""
         symbols, times, counts = self._symbols[index], self._times[index], self._counts
         merged: list[str] = []
         risen: set[Pair] = set()

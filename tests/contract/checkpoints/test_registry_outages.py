@@ -53,7 +53,7 @@ def finished(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
 
 
 def put_back(store: ObjectStore, state: dict[str, bytes]) -> None:
-    """Makes the store what it was. Of what it has, only the log's hint is ever written over."""
+    """Make the store what it was. Of what it has, only the log's hint is ever written over."""
     there = {info.key for info in store.list(JOB)}
     for key in there - state.keys():
         store.delete(key)

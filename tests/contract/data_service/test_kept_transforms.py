@@ -108,7 +108,7 @@ class Transform:
         return sorted(info.key for info in self.store.list(f"{self.name}/data") if f"/{KEPT}/" in info.key)
 
     def attempt(self, cluster: Cluster) -> list[tuple[str, int]]:
-        """Runs the next attempt on that cluster, and returns the parts that it worked on."""
+        """Run the next attempt on that cluster, and return the parts that it worked on."""
         if self.state is JobState.RUNNING:
             lost = Unavailable("killed", reason="WORKER_LOST")
             self.jobs.transition(self.name, lambda job: lose_attempt(job, lost, time.time()), attempt=1)

@@ -201,7 +201,7 @@ def test_on_each_store_a_job_whose_creation_or_merge_was_cut_off_is_listed(store
 
 @pytest.fixture
 def earlier_release(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Runs a call as a process of an earlier release, which writes no notes."""
+    """Run a call as a process of an earlier release, which writes no notes."""
 
     def run(call: Callable[[], object]) -> None:
         with monkeypatch.context() as patched:

@@ -88,7 +88,7 @@ def refusing(*codes: str) -> Iterator[tuple[ObjectStore, Refusing]]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-            """Says nothing."""
+            """Say nothing."""
 
     server = Refusing(("127.0.0.1", 0), Answer)
     server.codes = list(codes)

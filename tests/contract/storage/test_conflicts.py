@@ -45,7 +45,7 @@ def busy() -> Iterator[Busy]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-            """Says nothing."""
+            """Say nothing."""
 
     server = Busy(("127.0.0.1", 0), Answer)
     thread = threading.Thread(target=server.serve_forever, daemon=True)

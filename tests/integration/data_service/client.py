@@ -28,7 +28,7 @@ class DataClient:
         self._channel.close()
 
     def send_raw(self, method: str, data: bytes) -> bytes:
-        """Calls a unary method of the data service with these bytes for a request."""
+        """Call a unary method of the data service with these bytes for a request."""
         call: Callable[..., bytes] = self._channel.unary_unary(f"/millrace.data.v1.DataService/{method}")
         return call(data, timeout=60)
 
@@ -45,7 +45,7 @@ class DataClient:
         self.operations.CancelOperation(operations_pb2.CancelOperationRequest(name=operation.name), timeout=60)
 
     def import_version(self, request: pb.ImportVersionRequest) -> DatasetVersion:
-        """Imports and waits; fails unless the version became ACTIVE."""
+        """Import and wait; fail unless the version became ACTIVE."""
         return imported(self.wait(self.data.ImportVersion(request, timeout=60)))
 
     def read(self, name: str, **selection: Any) -> pa.Table:

@@ -73,7 +73,7 @@ def write(
     weights: bytes | None = None,
     said: CheckpointContent | None = None,
 ) -> Written:
-    """Commits a checkpoint of `job`. `weights` replaces the file's bytes by others, with a digest that fits them;
+    """Commit a checkpoint of `job`. `weights` replaces the file's bytes by others, with a digest that fits them;
     `said` is all that the manifest says."""
     registry = CheckpointRegistry(store, job)
     registry.fence(1)

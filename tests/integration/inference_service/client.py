@@ -116,7 +116,7 @@ class Client:
         return found
 
     def delete(self, name: str) -> None:
-        """Deletes it, and waits until it is gone."""
+        """Delete it, and wait until it is gone."""
         self.deployments.DeleteDeployment(pb.DeleteDeploymentRequest(name=name), timeout=60)
 
         def gone() -> bool:

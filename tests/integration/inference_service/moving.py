@@ -59,7 +59,7 @@ class Moving:
         return f"deployments/{self.id}"
 
     def ask(self) -> str:
-        """Asks once; the version that answered, which must have answered what it is."""
+        """Ask once; the version that answered, which must have answered what it is."""
         answer = self.client.inference.ModelInfer(infer_request(self.id, IMAGE), timeout=DEADLINE_S)
         version = str(answer.model_version)
         expected = self.logits[self.checkpoints[version]]

@@ -16,7 +16,7 @@ REPLICA = "ray::ServeReplica"
 
 @contextmanager
 def paused(pids: Iterable[int]) -> Iterator[None]:
-    """Stops the processes, and lets them go on at the end."""
+    """Stop the processes, and let them go on at the end."""
     pids = list(pids)
     try:
         for pid in pids:

@@ -49,7 +49,7 @@ def exporting(
 
 
 def ask(stack: Stack, flags: str = "01") -> str:
-    """Asks as a client with a trace of its own, whose id this is."""
+    """Ask as a client with a trace of its own, whose id this is."""
     trace = secrets.token_hex(16)
     metadata = (("traceparent", f"00-{trace}-{CLIENT}-{flags}"), ("tracestate", "vendor=1"))
     stack.client.inference.ModelInfer(infer_request("traced", IMAGE), timeout=DEADLINE_S, metadata=metadata)

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def run_triton_script(script: str, *arguments: str, timeout_s: float = 360) -> Any:
-    """Runs a script of this folder and returns the JSON object that it prints."""
+    """Run a script of this folder and return the JSON object that it prints."""
     command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr

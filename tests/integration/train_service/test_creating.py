@@ -23,7 +23,7 @@ from train_service.jobs.training_jobs import ClusterMemory
 
 @pytest.fixture
 def idle_spec(stack: TrainStack) -> Iterator[res.TrainingSpec]:
-    """Wants more workers than there are CPUs; whatever is made of it is cancelled in the end."""
+    """Want more workers than there are CPUs; whatever is made of it is cancelled in the end."""
     spec = digits_spec(num_workers=30, lanes=60, global_batch_size=300)
     yield spec
     for job in stack.client.rpc.ListTrainingJobs(pb.ListTrainingJobsRequest(), timeout=60).training_jobs:

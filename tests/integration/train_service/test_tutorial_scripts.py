@@ -44,7 +44,7 @@ class Ended:
 
 
 def run(stack: TrainStack, folder: Path, script: str, **config: object) -> Ended:
-    """Runs it as `millrace train run cells.py --workers 2 --gpus-per-worker 0` does."""
+    """Run it as `millrace train run cells.py --workers 2 --gpus-per-worker 0` does."""
     source = write_files(folder / "code", {"cells.py": script}) / "cells.py"
     with mc.connect(train=stack.service.address) as millrace:
         placement = res.Placement(gpus_per_worker=0)

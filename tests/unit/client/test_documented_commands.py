@@ -33,7 +33,7 @@ def words_for_millrace(line: str) -> list[str]:
 
 
 def parse(words: list[str]) -> None:
-    """Raises `click.UsageError` for a command, an option or an argument that there is not."""
+    """Raise `click.UsageError` for a command, an option or an argument that there is not."""
     command: click.Command = millrace
     context = click.Context(millrace, info_name="millrace")
     while isinstance(command, click.Group):

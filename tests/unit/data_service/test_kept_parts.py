@@ -65,7 +65,7 @@ def kept_pass(**depends_on: Any) -> KeptPass:
 
 
 def keep(store: ObjectStore, parts: list[Numbered], folder: str = FOLDER, kept: KeptPass | None = None) -> list[int]:
-    """Does the parts, each with one data file, and returns the numbers of those that were worked on."""
+    """Do the parts, each with one data file, and return the numbers of those that were worked on."""
     worked_on = []
 
     def work(part: Numbered) -> Result:

@@ -30,7 +30,7 @@ def commit(store: ObjectStore, lines: bytes = b"") -> str:
 
 
 def read(store: ObjectStore, take: Callable[[bytes], object]) -> None:
-    """Gives what a call answers, message by message."""
+    """Give what a call answers, message by message."""
     given: Any = None
     versions = Versions(store, Jobs(store, IMPORT_KIND), Datasets(store))
     servicer = DataServicer(given, given, versions, given, given, given)

@@ -74,13 +74,13 @@ def on_a_loop(scenario: Callable[[], Awaitable[None]]) -> None:
 
 
 async def settle() -> None:
-    """Lets everything run that can run without the model."""
+    """Let everything run that can run without the model."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 async def sent(model: Doubler, batches: int) -> None:
-    """Waits until the model has got this many batches, and checks that no more follow at once."""
+    """Wait until the model has got this many batches, and check that no more follow at once."""
     async with asyncio.timeout(240):
         while len(model.sizes) < batches:  # noqa: ASYNC110 - a batch may be held for a moment by the clock
             await asyncio.sleep(0.001)

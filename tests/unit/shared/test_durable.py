@@ -93,7 +93,7 @@ def test_the_marker_of_an_upload_keeps_what_a_later_release_wrote_when_it_is_mar
 
 
 def later(store: ObjectStore, prefix: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Has the newest record of a log as a later release would write it."""
+    """Have the newest record of a log as a later release would write it."""
     key = max(info.key for info in store.list(prefix))
     record = json.loads(store.get(key))
     record["colour"] = "red"

@@ -60,7 +60,7 @@ def echo() -> Iterator[Echo]:
         do_GET = do_HEAD = do_PUT  # noqa: N815
 
         def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
-            """Says nothing."""
+            """Say nothing."""
 
     class Server(ThreadingHTTPServer):
         def handle_error(self, request: object, client_address: object) -> None:

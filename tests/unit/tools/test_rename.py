@@ -66,7 +66,7 @@ class Tree:
         return (self.root / path).read_text()
 
     def rename(self, table: str = MAP) -> int:
-        """Applies the map, and returns how many names that changed."""
+        """Apply the map, and return how many names that changed."""
         plan = make_plan(self.root, self._load(table))
         assert not plan.clashes
         apply_plan(self.root, plan)

@@ -86,7 +86,7 @@ def ran(store: ObjectStore, arguments: list[str]) -> subprocess.CompletedProcess
 def ran_here(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[[list[str]], tuple[int, str]]:
-    """Runs a plain command in this process: its exit code, and all that it prints.
+    """Run a plain command in this process: its exit code, and all that it prints.
 
     For commands that train nothing: a process of its own imports torch first, which takes longer than all the rest.
     """
@@ -137,7 +137,7 @@ def test_under_torchrun_a_run_ends_as_the_one_of_two_workers_and_is_an_ordinary_
 
 
 def run_command(environment: dict[str, str], arguments: list[str], stderr: Path) -> None:
-    """Runs the plain command in a forked process, which it ends; the process writes its errors to the file `stderr`."""
+    """Run the plain command in a forked process, which it ends; the process writes its errors to the file `stderr`."""
     # The process was forked from one that keeps the environment of the first test that needed it.
     os.environ.clear()
     os.environ.update(environment)
@@ -147,7 +147,7 @@ def run_command(environment: dict[str, str], arguments: list[str], stderr: Path)
 
 
 def stand_still(environment: dict[str, str], arguments: list[str], stderr: Path) -> None:
-    """Runs the plain command, which stands still once it has committed its second checkpoint.
+    """Run the plain command, which stands still once it has committed its second checkpoint.
 
     So it is killed in its middle.
     """

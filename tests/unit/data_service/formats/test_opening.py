@@ -115,7 +115,7 @@ class BrokenFile(io.BytesIO):
 
 
 def write_source(folder: Path, kind: str) -> dict[str, str]:
-    """Writes a source of one file, or of a pair; returns its URIs."""
+    """Write a source of one file, or of a pair; return its URIs."""
     path = folder / "rows"
     uris = {f"{kind}.uri": path.as_uri()}
     match kind:

@@ -57,7 +57,7 @@ def parts_of(rows: RowSource, at_least: int = 2) -> list[RowSource]:
 
 
 def rewrite(path: Path, data: bytes) -> None:
-    """Changes the content, and neither the size nor the time."""
+    """Change the content, and neither the size nor the time."""
     found = path.stat()
     path.write_bytes(data)
     os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns))
@@ -441,7 +441,7 @@ def shortened(row: Bad) -> Bad:
 
 
 def same_in_parts(folder: Path, data: bytes, kind: str, types: dict[str, str], csv: CsvOptions | None = None) -> int:
-    """Compares the parts with the whole; returns their number."""
+    """Compare the parts with the whole; return their number."""
     (folder / "rows").write_bytes(data)
     try:
         (one,) = opened(folder, source_of((folder / "rows").as_uri(), kind, csv=csv), types=types)

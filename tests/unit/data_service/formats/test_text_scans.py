@@ -56,7 +56,7 @@ def rows_of(folder: Path, source: Any, tasks: Tasks | None, types: dict[str, str
 
 
 def described(rows: Sequence[RowSource]) -> list[Any]:
-    """Returns all that is found before rows are read: columns, numbers of rows, and the cuts."""
+    """Return all that is found before rows are read: columns, numbers of rows, and the cuts."""
     parts = [[getattr(part, "_part", None) for part in one.parts()] for one in rows]
     return [[(one.schema, one.row_count, one.size_bytes) for one in rows], parts]
 
@@ -76,7 +76,7 @@ def same_in_tasks(
     part_bytes: int = 150,
     types: dict[str, str] | None = None,
 ) -> tuple[Any, Tasks]:
-    """Opens the files in one process and in tasks; returns what both find, and the tasks."""
+    """Open the files in one process and in tasks; return what both find, and the tasks."""
     for index, content in enumerate(contents):
         (folder / f"{index:03d}.{kind}").write_bytes(content)
     source, tasks = source_of(f"{folder.as_uri()}/*.{kind}", kind), Tasks()

@@ -180,7 +180,7 @@ def test_labels_keep_their_numbers_when_images_of_new_classes_are_appended(store
 
 
 def with_labels_of(arrow_type: str, store: ObjectStore, tmp_path: Path) -> ImportSpec:
-    """Appends bees and ants to a version of bees and wasps, both with labels of that type."""
+    """Append bees and ants to a version of bees and wasps, both with labels of that type."""
     types = [ColumnType(column="label", arrow_type=arrow_type)]
     sources = [images(tmp_path, "a", ["bee", "wasp"])]
     first = made(store, tmp_path, "v1", ImportSpec(sources=sources, hold_outs=[], column_types=types))

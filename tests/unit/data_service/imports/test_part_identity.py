@@ -82,7 +82,7 @@ def test_a_part_whose_file_was_written_again_is_another_one(tmp_path: Path, kind
 
 
 def write_all(folder: Path) -> None:
-    """Writes a source of each kind into the folder."""
+    """Write a source of each kind into the folder."""
     (folder / "day=1").mkdir()
     for kind in KINDS:
         write(folder / "day=1", kind)

@@ -177,7 +177,7 @@ def test_files_that_are_opened_ahead_fail_where_their_turn_comes(tmp_path: Path)
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives children the time to stop that a busy machine needs."""
+    """Give children the time to stop that a busy machine needs."""
     monkeypatch.setattr(reader_module, "STOP_S", 120.0)
 
 
@@ -251,7 +251,7 @@ def test_a_file_that_takes_more_memory_is_refused_and_the_next_one_is_read(tmp_p
 
 
 def without_progress(folder: Path, patch: pytest.MonkeyPatch) -> ChildRows:
-    """Returns rows whose child is stopped, and may make no progress for 0.3 s."""
+    """Return rows whose child is stopped, and may make no progress for 0.3 s."""
     rows = large_rows(folder)
     with leased_reader() as reader:
         stop_process(reader.pid)

@@ -144,7 +144,7 @@ def test_a_chunk_that_is_shorter_than_it_was_is_data_loss(store: ObjectStore, up
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Starts it; the result waits for its end."""
+    """Start it; the result waits for its end."""
     outcome: list[Any] = []
 
     def run() -> None:

@@ -41,7 +41,7 @@ def slots(monkeypatch: pytest.MonkeyPatch) -> list[Slots]:
 
 @pytest.fixture
 def server(store: ObjectStore, slots: list[Slots], monkeypatch: pytest.MonkeyPatch) -> Iterator[UploadServer]:
-    """Takes two calls at a time."""
+    """Take two calls at a time."""
     monkeypatch.setattr(upload_servicer, "MAX_SENDS", 2, raising=False)
     with upload_server(store) as running:
         assert slots

@@ -40,7 +40,7 @@ def ready(manager: DeploymentManager, deployments: Deployments) -> Deployment:
 def served(
     store: ObjectStore, manager: DeploymentManager, deployments: Deployments, operations: DeploymentOperations
 ) -> Callable[[Scenario], None]:
-    """Runs a scenario with a stub of the service."""
+    """Run a scenario with a stub of the service."""
 
     def run(scenario: Scenario) -> None:
         def register(server: aio.Server) -> list[str]:

@@ -67,7 +67,7 @@ async def test_small_requests_wait_for_few_batches_beside_large_ones_which_get_w
                 answered += 1
 
         async def fill_slots_and_queue() -> None:
-            """Returns while all slots are taken and rows wait. Batches are computed as long as no rows wait: where the
+            """Return while all slots are taken and rows wait. Batches are computed as long as no rows wait: where the
             slots hold the last rows of both large requests, the next ones come only after their answers. Every second
             one is computed, too, in case that the batcher holds rows back until it sees a batch end."""
             polls = 0

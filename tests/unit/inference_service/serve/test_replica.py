@@ -59,7 +59,7 @@ def serving(
 
 
 def while_it_works(one: ModelReplica, model: Model, poll: Callable[[], Awaitable[None]]) -> None:
-    """Runs `poll` while the model is at a batch, and lets it end then."""
+    """Run `poll` while the model is at a batch, and let it end then."""
 
     async def scenario() -> None:
         await one.check_health()

@@ -88,7 +88,7 @@ def stuck(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def never_null(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Says so of its column, whatever is in it."""
+    """Say so of its column, whatever is in it."""
     return pa.RecordBatch.from_arrays(rows.columns, schema=pa.schema([rows.schema.field(0).with_nullable(False)]))
 
 
@@ -107,7 +107,7 @@ NOT_A_FUNCTION = 3
 
 
 def chatty(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Prints, by whatever way, and leaves a process behind that keeps its standard output."""
+    """Print, by whatever way, and leave a process behind that keeps its standard output."""
     print("S is no answer", flush=True)
     os.write(1, b"nor is this")
     subprocess.Popen(["sleep", "90"])
@@ -115,7 +115,7 @@ def chatty(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def pid_as_name(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Tells in which process it ran."""
+    """Tell in which process it ran."""
     return pa.RecordBatch.from_arrays([rows.column(0)], [f"pid_{os.getpid()}"])
 
 
@@ -129,7 +129,7 @@ def always_hanging(rows: pa.RecordBatch) -> pa.RecordBatch:  # noqa: ARG001
 
 
 def deaf(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Hangs as native code does, which no signal handler of Python's interrupts."""
+    """Hang as native code does, which no signal handler of Python's interrupts."""
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
     return always_hanging(rows)
 

@@ -92,7 +92,7 @@ Watch = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    """Watches processes that are listed as in `polls`, a second apart, and idle. `statuses` are those of each reap."""
+    """Watch processes that are listed as in `polls`, a second apart, and idle. `statuses` are those of each reap."""
     reading, writing = os.pipe()
 
     def watched(

@@ -52,7 +52,7 @@ def create(store: ObjectStore, request_id: str) -> JobView:
 
 
 def overtaken(store: ObjectStore, request_id: str, monkeypatch: pytest.MonkeyPatch) -> list[JobView]:
-    """Lets another call come between the next one's checks and the job that it makes; returns the other's answer."""
+    """Let another call come between the next one's checks and the job that it makes; return the other's answer."""
     put, answers = store.put, list[JobView]()
 
     def put_after_the_other(key: str, data: bytes) -> None:

@@ -240,7 +240,7 @@ def test_a_label_out_of_range_is_refused_with_its_row_and_field(store: ObjectSto
 
 
 def rewrite(store: ObjectStore, scratch: Path, change: dict[str, pa.Array]) -> None:
-    """Commits 300 rows with other stored columns and all digests in order, as a faulty writer would."""
+    """Commit 300 rows with other stored columns and all digests in order, as a faulty writer would."""
     commit_version(store, "datasets/digits/versions/right", {"train": striped_digits(300)})
     right = load_version(store, "datasets/digits/versions/right")
     table = pq.read_table(pa.BufferReader(store.get(f"{right.folder}/train-00000.parquet")))

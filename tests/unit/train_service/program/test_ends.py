@@ -179,7 +179,7 @@ def test_of_a_report_that_not_all_ranks_made_the_line_of_the_program_is_kept(att
 
 
 def commit_digits(store: ObjectStore) -> dict[str, Any]:
-    """Commits `VERSION`, and gives the identity of its training split in a job like `Attempt`'s."""
+    """Commit `VERSION`, and give the identity of its training split in a job like `Attempt`'s."""
     commit_version(store, VERSION, {"train": striped_digits(TRAIN_ROWS)})
     spec = TrainingSpec(dataset_version=VERSION, model=MODEL, epochs=0, global_batch_size=0)
     return shard_identity(VERSION, load_version(store, VERSION).manifest_sha256, "train", TRAIN_ROWS, spec)

@@ -101,7 +101,7 @@ class Attempt:
         return self.store
 
     def on_rank(self, rank: int, metrics: dict[str, Any], files: dict[str, bytes] | None, **how: Any) -> Future[None]:
-        """Reports on one rank, in a thread of its own; the folder is gone once `report` has returned."""
+        """Report on one rank, in a thread of its own; the folder is gone once `report` has returned."""
         folder = None
         if files is not None:
             folder = self.tmp / f"files-{rank}-{len(list(self.tmp.iterdir()))}"

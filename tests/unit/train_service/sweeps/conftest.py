@@ -82,7 +82,7 @@ class Place:
 
 
 def replace_by_hand(place: Place, job_id: str) -> None:
-    """Deletes the job and makes another of its id."""
+    """Delete the job and make another of its id."""
     place.put_in(JobState.FAILED, f"trainingJobs/{job_id}")
     deletions = Deletions(place.store)
     deletions.begin(f"trainingJobs/{job_id}")

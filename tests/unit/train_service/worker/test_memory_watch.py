@@ -53,7 +53,7 @@ def watch(memory: ProcessMemory, limit: MemoryLimit, code: Path, node: NodeMemor
 
 
 def take_pages(size: int) -> mmap.mmap:
-    """Maps private memory and writes each page. An allocator could give memory that the process already had."""
+    """Map private memory and write each page. An allocator could give memory that the process already had."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for _ in range(size // MIB):
         pages.write(b"x" * MIB)
