@@ -26,7 +26,7 @@ from tests.support.waiting import wait_until
 
 LOADED_TIMEOUT_S = 180.0
 THREADS, MAX_BATCH = 1, 32
-# Ray's logical CPUs, not cores: during a roll-out, old and new replicas both fit.
+# Ray's logical CPUs, not cores: during a rollout, old and new replicas both fit.
 RAY_CPUS = 4
 # The load on a deployment that is changed.
 SWAP_IN_FLIGHT, SWAP_DEADLINE_S = 8, 5.0

@@ -1,4 +1,4 @@
-"""The errors that clients see while a deployment changes: roll-outs, and killed replicas."""
+"""The errors that clients see while a deployment changes: rollouts, and killed replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def swaps(place: Place, rollouts: int = ROLLOUTS, killed: int = KILLS) -> dict[s
     """Return the figures; `swap_errors` counts all requests of both parts that were not answered in time."""
     place.deploy(replicas=REPLICAS)
     moved = place.asked_meanwhile(lambda: _rollout_each(place, rollouts), ROLLOUTS_TIMEOUT_S)
-    print(f"{rollouts} roll-outs: {moved.as_dict()}", flush=True)
+    print(f"{rollouts} rollouts: {moved.as_dict()}", flush=True)
     hit = kills(place, killed, REPLICAS)
     print(f"{killed} killed replicas: {hit.as_dict()}", flush=True)
     return {
@@ -34,13 +34,13 @@ def swaps(place: Place, rollouts: int = ROLLOUTS, killed: int = KILLS) -> dict[s
 
 
 def _rollout_each(place: Place, count: int) -> None:
-    """Roll out the checkpoints alternately; `wait` raises if a roll-out is rolled back."""
+    """Roll out the checkpoints alternately; `wait` raises if a rollout is rolled back."""
     with millrace_client.connect(inference=place.address) as client:
         for number in range(count):
             checkpoint = place.checkpoints[(number + 1) % len(place.checkpoints)]
             operation = client.deployments.rollout(f"deployments/{MODEL}", checkpoint, steps=STEPS)
             operation.wait(timeout_s=LOADED_TIMEOUT_S)
-            print(f"roll-out {number + 1} of {count} is done", flush=True)
+            print(f"rollout {number + 1} of {count} is done", flush=True)
 
 
 def _errors(measured: Measured) -> int:

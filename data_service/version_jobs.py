@@ -1,6 +1,6 @@
 """Starts the durable jobs that create versions: imports, transforms and predictions, and records what they refer to.
 
-The index of versions: `shared.jobs.index` over the jobs that make the versions of all datasets.
+`shared.jobs.index` holds an index of the jobs that make versions, of all datasets.
 
 Its entries are in the order of their full names, so the versions of one dataset lie side by side. An entry has the
 version as a list shows it, so a page of a list reads no manifest, unless a version has so many columns that its leaf

@@ -1,7 +1,7 @@
 """Converts between messages and plain values.
 
 The messages are those of the Open Inference Protocol, and those of `DeploymentService`: deployments, traffic, and
-roll-outs.
+rollouts.
 """
 
 from __future__ import annotations
@@ -497,11 +497,11 @@ def traffic_to_proto(deployment: Deployment) -> deployment_pb.Traffic:
 
 
 # --- Rollouts ---
-# Converts between messages of a roll-out and of the version policy, and plain values.
+# Converts between messages of a rollout and of the version policy, and plain values.
 
 
 def rollout_change_from_proto(request: deployment_pb.RolloutRequest) -> RolloutChange:
-    """Return the checked roll-out; raise `InvalidArgument` for the spec's fields."""
+    """Return the checked rollout; raise `InvalidArgument` for the spec's fields."""
     if not request.HasField("spec"):
         raise invalid_field("spec", None, "say at least which checkpoint to roll out")
     check_count("spec.steps", request.spec.steps, MAX_STEPS)

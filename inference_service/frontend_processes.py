@@ -3,7 +3,7 @@
 A parent starts each process, watches its heartbeat, and restarts it when it dies or hangs.
 
 Their state is a file for each process, in one folder. Process number 0 leads: it alone deploys and removes applications
-in Ray Serve, and drives roll-outs, by the counts of all processes. If it dies, the parent process restarts it;
+in Ray Serve, and drives rollouts, by the counts of all processes. If it dies, the parent process restarts it;
 meanwhile the others continue to answer.
 """
 
@@ -184,7 +184,7 @@ class PeerState:
 
     It has whether the process listens on the port, whether it is ready to answer, the applications that it may send
     batches to (`holds`), those that it is removing from Serve (`going`), how many logs it has written, and its request
-    counts of versions in a roll-out, by application.
+    counts of versions in a rollout, by application.
     """
 
     pid: int

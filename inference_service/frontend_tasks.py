@@ -233,7 +233,7 @@ class PeerReports:
         )
 
     def _counts(self, deployment: Deployment) -> list[tuple[str, Counts]]:
-        """Return the request counts of versions that a roll-out's limits compare."""
+        """Return the request counts of versions that a rollout's limits compare."""
         rollout = deployment.rollout
         if rollout is None or rollout.state is not RolloutState.SHIFTING:
             return []

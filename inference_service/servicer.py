@@ -116,7 +116,7 @@ class DeploymentServicer(deployment_pb_grpc.DeploymentServiceServicer):
         deployment = await asyncio.to_thread(self._rollouts.begin, rollout_change_from_proto(request))
         if request.validate_only:
             return checked_rollout_operation(deployment)
-        # If the request is repeated after its roll-out has ended, nothing changes.
+        # If the request is repeated after its rollout has ended, nothing changes.
         if deployment.rollout is not None and deployment.rollout.under_way:
             self._changed(deployment)
         return rollout_operation_of(deployment)

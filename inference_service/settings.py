@@ -36,7 +36,7 @@ class InferenceSettings:
     drain_unresponsive_after_s: float = 60.0
     # How long a version without traffic stays, so that every serving process has read of its retirement, in seconds.
     retired_for_s: float = 6.0
-    # How long the replicas of a roll-out's version may take to start, and to be compared, in seconds.
+    # How long the replicas of a rollout's version may take to start, and to be compared, in seconds.
     rollout_load_timeout_s: float = 600.0
     # OpenTelemetry's variables, which replicas get, too; empty if no spans are exported.
     tracing: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -617,7 +617,7 @@ class DeploymentClient:
         return self._caller.stream(self._stub.WatchDeployment, deployment_pb.WatchDeploymentRequest(name=name))
 
     def rollback(self, name: str, *, etag: str = "") -> deployment_pb.Deployment:
-        """Return the traffic at once to the versions that had it before the newest roll-out."""
+        """Return the traffic at once to the versions that had it before the newest rollout."""
         request = deployment_pb.RollbackRequest(name=name, etag=etag)
         return self._caller.unary(self._stub.Rollback, request, deployment_pb.Deployment)
 
@@ -662,7 +662,7 @@ def duration(seconds: float) -> Duration:
 
 
 def keep_latest(count: int) -> deployment_pb.VersionPolicy:
-    """Keep `count` newest versions loaded. With 2, a roll-out that succeeded can be rolled back."""
+    """Keep `count` newest versions loaded. With 2, a rollout that succeeded can be rolled back."""
     return deployment_pb.VersionPolicy(latest=deployment_pb.VersionPolicy.Latest(count=count))
 
 

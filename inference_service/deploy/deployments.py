@@ -60,7 +60,7 @@ Resources = Mapping[str, float]
 TOLERANCE = 1e-6
 
 
-# During a roll-out the new version runs next to the old one.
+# During a rollout the new version runs next to the old one.
 VERSIONS_OF_A_ROLLOUT = 2
 
 
@@ -114,7 +114,7 @@ def _too_many(spec: Spec, versions: int, need: Resources, bound: str) -> FailedP
     if versions == 1:
         field = "spec.autoscaling.min_replicas" if spec.autoscaling else "spec.num_replicas"
         return _never(field, f"{spec.num_replicas} replicas take {_described(need)} each, and {bound}")
-    # A roll-out's request has no replica counts: its deployment has.
+    # A rollout's request has no replica counts: its deployment has.
     why = (
         f"while it rolls out it has {versions} versions of {spec.num_replicas} replicas, which take "
         f"{_described(need)} each"
@@ -328,11 +328,11 @@ class Deployments:
         return newest if newest is not None and newest.uid == uid else None
 
     def rollout_made_by(self, name: str, request_id: str) -> Deployment | None:
-        """Return the last known state with this request's roll-out as the newest."""
+        """Return the last known state with this request's rollout as the newest."""
         return self._newest(name, lambda one: one.rollout is not None and one.rollout.request_id == request_id)
 
     def rollout(self, name: str, rollout_uid: str) -> Deployment | None:
-        """Return the last known state with this roll-out as the newest."""
+        """Return the last known state with this rollout as the newest."""
         return self._newest(name, lambda one: one.rollout is not None and one.rollout.uid == rollout_uid)
 
     def mark_datasets(self, deployment: Deployment, versions: Iterable[ModelVersion]) -> None:
@@ -618,7 +618,7 @@ class DeploymentOperations:
         self._point(deployment.operation, deployment)
 
     def record_rollout(self, operation: str, deployment: Deployment) -> None:
-        """Make a roll-out's operation findable; idempotent."""
+        """Make a rollout's operation findable; idempotent."""
         self._point(operation, deployment)
 
     def get(self, name: str, *, brief: bool = False) -> operations_pb2.Operation:  # noqa: ARG002
@@ -638,7 +638,7 @@ class DeploymentOperations:
         return operation_ids_after(self._store, (PREFIX, ROLLOUT_PREFIX), after, most)
 
     def cancel(self, name: str) -> None:
-        """Cancel an operation: deletes a loading deployment, or rolls back a roll-out.
+        """Cancel an operation: deletes a loading deployment, or rolls back a rollout.
 
         A finished operation is left as it is.
         """
@@ -656,7 +656,7 @@ class DeploymentOperations:
         deployment = self._rolled_out(name)
         rollout = deployment.rollout
         assert rollout is not None
-        error = Cancelled(f"the roll-out of version {rollout.version} was cancelled", reason="ROLLED_BACK")
+        error = Cancelled(f"the rollout of version {rollout.version} was cancelled", reason="ROLLED_BACK")
 
         def rollback(newest: Deployment) -> Deployment | None:
             after = with_traffic_back(newest, rollout.uid, error, time.time())
@@ -676,10 +676,10 @@ class DeploymentOperations:
         return pointer
 
     def _rolled_out(self, name: str) -> Deployment:
-        """Return the last known state of the deployment with this roll-out."""
+        """Return the last known state of the deployment with this rollout."""
         uid = name.removeprefix(f"{OPERATIONS}/{ROLLOUT_PREFIX}")
         deployment = self._deployments.rollout(self._pointer(name)["deployment"], uid)
-        if deployment is None:  # the roll-out was refused after the pointer was written
+        if deployment is None:  # the rollout was refused after the pointer was written
             raise not_found(name)
         return deployment
 
@@ -737,7 +737,7 @@ def operation_of(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def rollout_operation_of(deployment: Deployment) -> operations_pb2.Operation:
-    """Return the operation of the deployment's newest roll-out."""
+    """Return the operation of the deployment's newest rollout."""
     rollout = deployment.rollout
     assert rollout is not None
     operation = operations_pb2.Operation(name=rollout.operation, done=not rollout.under_way)
@@ -758,7 +758,7 @@ def checked_operation(deployment: Deployment) -> operations_pb2.Operation:
 
 
 def checked_rollout_operation(deployment: Deployment) -> operations_pb2.Operation:
-    """Return the answer to `validate_only` for a roll-out."""
+    """Return the answer to `validate_only` for a rollout."""
     operation = operations_pb2.Operation(done=True)
     operation.metadata.Pack(rollout_metadata_to_proto(deployment))
     operation.response.Pack(deployment_to_proto(deployment))

@@ -392,7 +392,7 @@ class ModelLoader:
             logger.info("%s: version %s is loaded", deployment.name, version.number)
 
     async def _fail(self, name: str, deployment: Deployment, version: ModelVersion, error: MillraceError) -> None:
-        """Fail a new deployment, or end a roll-out, for good.
+        """Fail a new deployment, or end a rollout, for good.
 
         A version that was loaded before is tried again.
 

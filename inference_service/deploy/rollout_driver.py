@@ -1,6 +1,6 @@
-"""Roll-outs: handles clients' requests about them, and drives them from step to step.
+"""Rollouts: handles clients' requests about them, and drives them from step to step.
 
-A request is checked, the checkpoint that it names is resolved, and the roll-out is recorded. The driver then moves the
+A request is checked, the checkpoint that it names is resolved, and the rollout is recorded. The driver then moves the
 traffic, rolls back at a limit, and removes retired versions from the logs.
 """
 
@@ -83,12 +83,12 @@ from shared.transforms.batch import ColumnType, batch_of, schema_of
 
 logger = logging.getLogger(__name__)
 
-# The kind of the reference to a checkpoint while its roll-out is being recorded.
+# The kind of the reference to a checkpoint while its rollout is being recorded.
 MARK_KIND = "rollout"
 
 
 class RolloutManager:
-    """Begins, changes and undoes roll-outs.
+    """Begins, changes and undoes rollouts.
 
     Blocking; safe to call from several threads.
     """
@@ -109,7 +109,7 @@ class RolloutManager:
         self._cluster = cluster
 
     def begin(self, request: RolloutChange) -> Deployment:
-        """Begin a roll-out in state LOADING and return the deployment.
+        """Begin a rollout in state LOADING and return the deployment.
 
         For a `request_id` seen before, returns the result of its first call.
 
@@ -181,13 +181,13 @@ class RolloutManager:
         return made
 
     def _keep(self, deployment: Deployment, uid: str, entry: CheckpointEntry) -> None:
-        """Mark the checkpoint as the deployment's, and remove the roll-out's own mark."""
+        """Mark the checkpoint as the deployment's, and remove the rollout's own mark."""
         try:
             if deployment.rollout is not None and deployment.rollout.uid == uid:
                 new = [version for version in deployment.versions if version.number == deployment.rollout.version]
                 self._deployments.keep_checkpoints(deployment, new)
             release(self._store, entry.name, MARK_KIND, uid)
-        except MillraceError as error:  # the roll-out is recorded, and the reconciler marks it, too
+        except MillraceError as error:  # the rollout is recorded, and the reconciler marks it, too
             logger.warning("%s: the marks are left to the reconciler: %s", deployment.name, error.message)
 
     def _mark(self, deployment: Deployment, versions: Sequence[ModelVersion]) -> None:
@@ -232,8 +232,8 @@ def _begun(
 
 
 # --- Rollouts ---
-# Decisions use the counts that this process and its peers have collected since they started. The roll-out's step is in
-# the log, so another process can continue it. Several processes may drive one roll-out, since only one of them can
+# Decisions use the counts that this process and its peers have collected since they started. The rollout's step is in
+# the log, so another process can continue it. Several processes may drive one rollout, since only one of them can
 # write each step; of the frontend processes of one service only the leader tries.
 
 
@@ -241,7 +241,7 @@ POLL_INTERVAL_S = 0.2
 
 
 class Rollouts:
-    """Drives all roll-outs.
+    """Drives all rollouts.
 
     Lives on the event loop of `models`. `changed` is called with each deployment whose log was written.
     """
@@ -436,7 +436,7 @@ def _compared_versions(deployment: Deployment, rollout: Rollout) -> tuple[ModelV
 
 
 # --- Watching ---
-# Measures how long this process itself has seen a roll-out in one phase. Time without a check does not count.
+# Measures how long this process itself has seen a rollout in one phase. Time without a check does not count.
 
 # The phases before any traffic moves, and after the version has lost its replicas; otherwise the phase is the step.
 PREPARING = "PREPARING"
@@ -444,7 +444,7 @@ UNRESPONSIVE = "SILENT"
 
 
 class PhaseTimer:
-    """Times the phases of roll-outs.
+    """Times the phases of rollouts.
 
     Restarts with each process, and whenever the phase differs from the last check.
     """
@@ -453,7 +453,7 @@ class PhaseTimer:
         self._since_s: dict[str, tuple[str | int, float]] = {}  # by uid
 
     def lasts_s(self, uid: str, situation: str | int) -> float:
-        """Return the seconds since the roll-out was first seen in this phase; 0 at first."""
+        """Return the seconds since the rollout was first seen in this phase; 0 at first."""
         now_s = time.monotonic()
         before = self._since_s.get(uid)
         if before is None or before[0] != situation:
@@ -461,7 +461,7 @@ class PhaseTimer:
         return now_s - before[1]
 
     def forget(self, uid: str) -> None:
-        """Forget a roll-out that has ended."""
+        """Forget a rollout that has ended."""
         self._since_s.pop(uid, None)
 
 

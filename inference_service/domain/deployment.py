@@ -536,10 +536,10 @@ def with_deletion(deployment: Deployment | None, name: str, etag: str, now_s: fl
 
 
 def deleting(deployment: Deployment, now_s: float) -> Deployment:
-    """Return the deployment in state DELETING, with a running roll-out ended."""
+    """Return the deployment in state DELETING, with a running rollout ended."""
     rollout = deployment.rollout
     if rollout is not None and rollout.under_way:
-        error = Cancelled(f"{deployment.name} was deleted before the roll-out was done", reason="DELETED")
+        error = Cancelled(f"{deployment.name} was deleted before the rollout was done", reason="DELETED")
         rollout = rollout.ended(RolloutState.ROLLED_BACK, now_s, error)
     return replace(
         deployment,

@@ -1,4 +1,4 @@
-"""A roll-out: its plan, its state, its limits, and the difference of its two versions on the same rows."""
+"""A rollout: its plan, its state, its limits, and the difference of its two versions on the same rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.errors import MillraceError, invalid_fields
 from shared.names import SPLIT, SPLIT_REMEDY
 
 # --- Rollout ---
-# A roll-out: its plan, its state, and its limits.
+# A rollout: its plan, its state, and its limits.
 
 MAX_STEPS = 20
 MAX_INTERVAL_S = 86_400.0
@@ -57,7 +57,7 @@ DEFAULT_STEPS = tuple(RolloutStep(percent, 60.0) for percent in (5, 25, 50, 100)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLimits(Durable):
-    """The limits of a roll-out; None is no limit.
+    """The limits of a rollout; None is no limit.
 
     They apply once there are `min_requests` in the last `window_s`. The ratio is relative to the old version.
     """
@@ -101,7 +101,7 @@ class Compared(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutPlan(Durable):
-    """The plan of a roll-out, with defaults filled in.
+    """The plan of a rollout, with defaults filled in.
 
     `checkpoint` is as the client named it, a job or a checkpoint.
     """
@@ -115,7 +115,7 @@ class RolloutPlan(Durable):
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout(Durable):
-    """A roll-out.
+    """A rollout.
 
     `before` has the weights to go back to, by version number; `step` is the index of the present step, or of the last.
     Times are seconds since the epoch, 0 for what has not happened.

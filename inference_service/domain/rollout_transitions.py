@@ -1,4 +1,4 @@
-"""The transitions of a deployment during a roll-out.
+"""The transitions of a deployment during a rollout.
 
 They are functions from one value to the next; None means no change.
 """
@@ -36,8 +36,8 @@ def shares(weights: Mapping[str, int], total: int) -> dict[str, int]:
     return shared
 
 
-def check_can_begin(deployment: Deployment, what: str = "a roll-out can begin") -> None:
-    """Raise `FailedPrecondition` unless the deployment is READY, without a running roll-out.
+def check_can_begin(deployment: Deployment, what: str = "a rollout can begin") -> None:
+    """Raise `FailedPrecondition` unless the deployment is READY, without a running rollout.
 
     `what` names the refused action in the error.
     """
@@ -61,7 +61,7 @@ def next_number(deployment: Deployment) -> str:
 
 
 def begun(deployment: Deployment, version: ModelVersion, rollout: Rollout, now_s: float) -> Deployment:
-    """Return the deployment with a new roll-out of `version`, which has the next number.
+    """Return the deployment with a new rollout of `version`, which has the next number.
 
     `rollout.before` becomes the present weights. Raises the errors of `check_can_begin`.
     """
@@ -79,8 +79,8 @@ def begun(deployment: Deployment, version: ModelVersion, rollout: Rollout, now_s
 def with_version_loaded(deployment: Deployment, loaded: ModelVersion, now_s: float) -> Deployment | None:
     """Return the deployment after a version was loaded, with its signature.
 
-    The first version makes the deployment READY. A roll-out's version gets the traffic of the first step, or is
-    compared first if the plan has a comparison. If clients of the old version could not use it, it ends the roll-out.
+    The first version makes the deployment READY. A rollout's version gets the traffic of the first step, or is
+    compared first if the plan has a comparison. If clients of the old version could not use it, it ends the rollout.
     """
     rollout = deployment.rollout
     if rollout is None or rollout.version != loaded.number or rollout.state is not RolloutState.LOADING:
@@ -122,7 +122,7 @@ def with_unlike(
 def with_version_failed(deployment: Deployment, number: str, error: MillraceError, now_s: float) -> Deployment | None:
     """Return the deployment after a version failed to load for good.
 
-    The first version fails the deployment, a roll-out's version ends the roll-out. Any other version was loaded before,
+    The first version fails the deployment, a rollout's version ends the rollout. Any other version was loaded before,
     and is tried again.
     """
     rollout = deployment.rollout
@@ -132,7 +132,7 @@ def with_version_failed(deployment: Deployment, number: str, error: MillraceErro
 
 
 def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) -> Deployment | None:
-    """Return the deployment after `step` of that roll-out: at the next step, or done after the last."""
+    """Return the deployment after `step` of that rollout: at the next step, or done after the last."""
     rollout = deployment.rollout
     if rollout is None or (rollout.uid, rollout.state, rollout.step) != (uid, RolloutState.SHIFTING, step):
         return None
@@ -143,7 +143,7 @@ def with_next_step(deployment: Deployment, uid: str, step: int, now_s: float) ->
 
 
 def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, now_s: float) -> Deployment | None:
-    """Return the deployment after that roll-out was ended early.
+    """Return the deployment after that rollout was ended early.
 
     The old versions get their traffic back, and the new one is retired.
     """
@@ -154,7 +154,7 @@ def with_traffic_back(deployment: Deployment, uid: str, error: MillraceError, no
 
 
 def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: float) -> Deployment | None:
-    """Return the deployment as before the newest roll-out, on a client's request; None if it is so already.
+    """Return the deployment as before the newest rollout, on a client's request; None if it is so already.
 
     Raises `NotFound`, `Conflict` and `FailedPrecondition` (there is nothing to go back to, or no longer).
     """
@@ -162,7 +162,7 @@ def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: fl
     rollout = there.rollout
     if there.state is not State.READY or rollout is None:
         raise FailedPrecondition(
-            f"{name} is {there.state}" if there.state is not State.READY else f"{name} had no roll-out yet",
+            f"{name} is {there.state}" if there.state is not State.READY else f"{name} had no rollout yet",
             reason="NOTHING_TO_ROLL_BACK",
             metadata={"resource": name},
         )
@@ -170,7 +170,7 @@ def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: fl
         return None
     requested = replace(there, generation=there.generation + 1)
     if rollout.under_way:
-        error = Cancelled(f"the roll-out of version {rollout.version} was rolled back on request", reason="ROLLED_BACK")
+        error = Cancelled(f"the rollout of version {rollout.version} was rolled back on request", reason="ROLLED_BACK")
         return _undone(requested, rollout, RolloutState.ROLLED_BACK, now_s, error)
     there_still = {version.number for version in there.versions}
     missing = [number for number, weight in rollout.before.items() if weight and number not in there_still]
@@ -187,7 +187,7 @@ def with_rollback(deployment: Deployment | None, name: str, etag: str, now_s: fl
 
 
 def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
-    """Retire versions that have no traffic, are in no roll-out and are not kept by the policy."""
+    """Retire versions that have no traffic, are in no rollout and are not kept by the policy."""
     there = [version.number for version in deployment.versions if version.retired_at is None]
     kept = {*deployment.spec.version_policy.keeps(there)}
     if deployment.rollout is not None and deployment.rollout.under_way:
@@ -209,10 +209,10 @@ def with_policy_applied(deployment: Deployment, now_s: float) -> Deployment:
 def with_change(deployment: Deployment | None, name: str, change: TrafficChange, etag: str, now_s: float) -> Deployment:
     """Return the deployment with a client's change of traffic and version policy.
 
-    Versions that the policy now keeps stay, even if the roll-out has just retired them.
+    Versions that the policy now keeps stay, even if the rollout has just retired them.
 
     Raises `NotFound`, `Conflict`, `InvalidArgument` (a version that does not exist, or is not loaded) and
-    `FailedPrecondition` (it is not READY; or the weights were changed during a roll-out, which controls them).
+    `FailedPrecondition` (it is not READY; or the weights were changed during a rollout, which controls them).
     """
     there = checked(deployment, name, etag)
     if there.state is not State.READY or change.weights is not None:
@@ -255,7 +255,7 @@ def with_retired_gone(deployment: Deployment, numbers: Collection[str], now_s: f
 def _kept_again(deployment: Deployment, now_s: float) -> Deployment:
     """Return the deployment with the old versions that its policy keeps restored.
 
-    The end of the newest roll-out may have retired them, since a policy that was requested with the roll-out may arrive
+    The end of the newest rollout may have retired them, since a policy that was requested with the rollout may arrive
     after its end.
     """
     rollout = deployment.rollout
@@ -276,7 +276,7 @@ def _first_step(rollout: Rollout, now_s: float) -> Rollout:
 
 
 def _shifted(deployment: Deployment, rollout: Rollout, now_s: float) -> Deployment:
-    """Return the deployment with the traffic of the roll-out's present step."""
+    """Return the deployment with the traffic of the rollout's present step."""
     percent = rollout.present.percent
     weights = {**shares(rollout.before, ALL_TRAFFIC - percent), rollout.version: percent}
     return replace(_weighed(deployment, weights, now_s), rollout=rollout)

@@ -1,6 +1,6 @@
 """The request statistics of one model version.
 
-Totals since the start, for ModelStatistics and the metrics, and recent counts, for the limits of roll-outs.
+Totals since the start, for ModelStatistics and the metrics, and recent counts, for the limits of rollouts.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ from shared.logging_and_tracing import QueueSpan as WaitingSpan
 from shared.logging_and_tracing import tracing
 
 # --- Batcher ---
-# The batcher of one model version: gathers rows of many requests into one call of the model.
 
 BATCHES_PER_REPLICA = 2  # one computes and one is in transit, so that the replica never waits for the network
 # A batch is sent SEND_AHEAD_S before its replica is expected to be free. The transfer takes part of that time, and the

@@ -60,7 +60,6 @@ logger = logging.getLogger(__name__)
 
 
 # --- Inference ---
-# One request, from its message to the message of its answer: checked, answered within its time limit, and counted.
 
 # The number of values that classification ranks within a few milliseconds on the event loop.
 CLASSIFIED_AT_ONCE = 5000
@@ -211,7 +210,8 @@ async def _message(
 ) -> pb.ModelInferResponse:
     """Convert the answer to its message, which carries the lineage of the version as parameters.
 
-    A large answer is converted in a thread, so that other requests do not wait.
+    Outputs are raw, or typed contents if the inputs were typed, and classes if requested (`answer_to_proto`). A large
+    answer is converted in a thread, so that other requests do not wait.
 
     Raises `InvalidArgument` if the message would be too large. The model's signature cannot predict the size of
     classifications and of integers in typed contents.

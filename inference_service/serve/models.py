@@ -45,7 +45,6 @@ class LossDetector:
 
 
 # --- Models ---
-# The models that this process serves: the deployments as last read, and a batcher for each loaded version.
 
 
 @dataclass(frozen=True)
@@ -342,7 +341,7 @@ def choose_version(
     """Choose the version that answers a request.
 
     A named version comes first, then one that a header routes to. Otherwise `draw` in [0, 1) chooses by weight among
-    the versions for which `answers` is true. If there is none, the versions with traffic before the present roll-out
+    the versions for which `answers` is true. If there is none, the versions with traffic before the present rollout
     are used. `headers` is called only if routes need it.
 
     Raises `NotFound` (no such version), `FailedPrecondition` (the deployment failed, or is unloaded: a retry does not

@@ -258,6 +258,11 @@ class ServeModel:
             ) from None
 
     async def _call(self, rows: Rows, *, busy_too: bool = False) -> Outputs:
+        """Send a batch to the replica on this machine that has the fewest batches, by its socket.
+
+        Serve's router chooses if no replica here has capacity for a batch, or if other machines have replicas, too.
+        `busy_too`: as in `LocalReplicas.least_loaded`.
+        """
         replica = await self._local.least_loaded(busy_too=busy_too)
         with tracing().span("replica", outgoing=True, way="handle" if replica is None else "socket"):
             headers = tracing().headers()

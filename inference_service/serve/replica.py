@@ -1,6 +1,6 @@
 """The Ray Serve replica: one model in one process, on a thread of its own.
 
-The CPU priority of a replica relative to the frontend.
+Its process has a higher CPU priority than Ray gives its workers (`raise_priority`).
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class ModelRepository:
     def unload(self, model_name: str) -> Deployment:
         """Unload a deployment; no effect if it is unloaded.
 
-        Raises `InvalidArgument` (no name), `NotFound` and `FailedPrecondition` (it is not READY, or a roll-out is
+        Raises `InvalidArgument` (no name), `NotFound` and `FailedPrecondition` (it is not READY, or a rollout is
         running).
         """
         return self._request(model_name, with_unloaded)
@@ -85,7 +85,7 @@ def _unknown(model_name: str) -> NotFound:
 def with_unloaded(deployment: Deployment | None, name: str, now_s: float) -> Deployment | None:
     """Return the deployment unloaded; None if it is unloaded already.
 
-    Raises `NotFound`, and `FailedPrecondition` if it is not READY, or a roll-out is running.
+    Raises `NotFound`, and `FailedPrecondition` if it is not READY, or a rollout is running.
     """
     there = checked(deployment, name, "")
     if there.state is State.UNLOADED:

@@ -42,10 +42,6 @@ from shared.models.loaded import LoadedModel, does_not_load
 from shared.models.loaded import Outputs as ModelOutputs
 
 # --- Served model ---
-# A loaded checkpoint for serving: its preprocessing and its model, combined to one function of rows.
-#
-# Only replicas import this: `shared.models.loaded` imports torch, which takes seconds and which the frontend does not
-# need.
 
 CPU = torch.device("cpu")
 WARM_UP_RUNS = 2  # the first run includes one-time kernel setup per shape; the last is measured

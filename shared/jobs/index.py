@@ -1,7 +1,7 @@
 """The index of the jobs of one kind: a page of a list reads it, instead of the log of each job that ever was.
 
 A job's log is the truth, and the index is made from it. Writers put a note before each record (`shared.jobs.registry`).
-`merge` reads the logs of the jobs that have notes, commits their entries to the tree (`shared.jobs.index`), and
+`merge` reads the logs of the jobs that have notes, commits their entries to the tree (`IndexTree`), and
 then removes the notes. A page reads the tree and the notes, and the logs of those of its jobs that have notes. So it
 shows each job as its log has it, whether or not a merge came in between. Each step may be the last of its process:
 

@@ -194,7 +194,7 @@ def test_all_of_ray_killed_half_way_through_a_rollout_ends_the_service_and_a_new
     eventually(lambda: is_shifting(client), 180, "the new version has half of the traffic")
     before = durable(client.get("deployments/digits"))
     head.kill()
-    faults.add("SIGKILL Ray head", "roll-out", "file")
+    faults.add("SIGKILL Ray head", "rollout", "file")
     assert service.exit_status(timeout_s=240) == EXIT_RAY_LOST
     with supervised(service):
         eventually(lambda: _answers(client), 180, "Get is answered without Ray")

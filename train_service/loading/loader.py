@@ -3,8 +3,9 @@
 The rows of a batch are a pure function of (seed, epoch, step, rank, world size), so a resumed run has no state of the
 loader to restore.
 
-`Loader.batches` starts a thread. For each step it asks `domain.order` for the positions of this rank's rows, reads them
-in windows, applies the transform (`loading.preprocessing`) and puts the batch into a queue of limited length. Several
+`Loader.batches` starts a thread. For each step it asks `domain.order` for the positions of this rank's rows. Seed and
+epoch permute the row groups, deal them out to lanes, and shuffle each lane within windows. The thread reads the rows in
+windows, applies the transform (`loading.preprocessing`) and puts the batch into a queue of limited length. Several
 small batches are prepared in one go. An error in the thread is raised to the consumer, which closes the generator to
 end the thread.
 

@@ -149,7 +149,7 @@ def _steering(deployment: pb.Deployment) -> Iterator[str]:
         rollout = deployment.rollout
         state = rollout_pb2.Rollout.State.Name(rollout.state).removeprefix("STATE_").lower().replace("_", " ")
         why = f": {rollout.error.message}" if rollout.HasField("error") else ""
-        yield f"the roll-out of version {rollout.version} is {state}{why}"
+        yield f"the rollout of version {rollout.version} is {state}{why}"
 
 
 def _spec_text(spec: pb.DeploymentSpec) -> str:
@@ -240,7 +240,7 @@ def traffic(
 ) -> None:
     """Share the requests of DEPLOYMENT out among its versions; what no option names stays as it is.
 
-    A request goes to the version that it names, else by the first route that fits, else by weight. While a roll-out is
+    A request goes to the version that it names, else by the first route that fits, else by weight. While a rollout is
     under way the weights are its own.
     """
     _either("--route", routes, "--no-routes", no_routes)
@@ -414,7 +414,7 @@ def rollout(
     """Move the traffic of DEPLOYMENT to CHECKPOINT, step by step, without a dropped request.
 
     CHECKPOINT is trainingJobs/j/checkpoints/c, or a job (trainingJobs/j or j) for its best one. With --keep 2 the old
-    version stays loaded, and `millrace rollback` gives it the traffic back; --keep is set once the roll-out is
+    version stays loaded, and `millrace rollback` gives it the traffic back; --keep is set once the rollout is
     accepted, and nothing is unloaded before its end.
     """
     name = full_name("deployments", deployment)
@@ -452,7 +452,7 @@ def rollout(
 @address_options
 @json_option
 def rollback(deployment: str, etag: str, as_json: bool, **values: Any) -> None:
-    """Give the traffic of DEPLOYMENT back to what had it before its newest roll-out, at once."""
+    """Give the traffic of DEPLOYMENT back to what had it before its newest rollout, at once."""
     with connected(values) as millrace:
         now = millrace.deployments.rollback(full_name("deployments", deployment), etag=etag)
     if as_json:
@@ -461,20 +461,20 @@ def rollback(deployment: str, etag: str, as_json: bool, **values: Any) -> None:
         state = rollout_pb2.Rollout.State.Name(now.rollout.state)
         console().print(
             f"[bold]{now.name}[/] answers as version {now.lineage.model_version}; "
-            f"the roll-out of version {now.rollout.version} is {state_text(state)}."
+            f"the rollout of version {now.rollout.version} is {state_text(state)}."
         )
 
 
 def _keep(millrace: Millrace, name: str, version_policy: pb.VersionPolicy) -> None:
-    """Set the version policy after the roll-out was accepted.
+    """Set the version policy after the rollout was accepted.
 
-    A refused roll-out therefore unloads nothing, and until its end no earlier version is removed. If the roll-out has
+    A refused rollout therefore unloads nothing, and until its end no earlier version is removed. If the rollout has
     already ended, the versions that it retired are kept all the same.
     """
     try:
         millrace.deployments.update_traffic(name, version_policy=version_policy)
     except MillraceError as error:
-        remedy = f"millrace deployments traffic {name} --keep … sets it; do so before the roll-out ends"
+        remedy = f"millrace deployments traffic {name} --keep … sets it; do so before the rollout ends"
         raise CommandFailed(f"{name} rolls out, but --keep is not set: {error.message}", remedy=remedy) from None
 
 

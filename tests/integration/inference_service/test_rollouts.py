@@ -1,4 +1,4 @@
-"""Roll-outs on the real service and Ray Serve: of real checkpoints, under load, damaged, too slow, and interrupted."""
+"""Rollouts on the real service and Ray Serve: of real checkpoints, under load, damaged, too slow, and interrupted."""
 
 from __future__ import annotations
 

@@ -124,5 +124,5 @@ def test_a_time_that_is_no_number_is_wrong_usage(option: str, time: str) -> None
 def test_rolling_back_reports_what_answers_now() -> None:
     servicer = Rolling()
     result = run(servicer, "rollback", "digits", "--etag", "e")
-    assert "answers as version 1; the roll-out of version 2 is rolled back." in result.stdout
+    assert "answers as version 1; the rollout of version 2 is rolled back." in result.stdout
     assert [(one.name, one.etag) for one in servicer.requests] == [("deployments/digits", "e")]

@@ -1,4 +1,4 @@
-"""What drives a roll-out, over models that tests say of what they answer."""
+"""What drives a rollout, over models that tests say of what they answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.inference_server import Classifier
 
 
 class Driven:
-    """A driver of roll-outs over models that answer; `poll()` is one look of its."""
+    """A driver of rollouts over models that answer; `poll()` is one look of its."""
 
     def __init__(self, store: ObjectStore, peers: Peers | None = None) -> None:
         self.store = store

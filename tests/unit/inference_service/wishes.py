@@ -1,4 +1,4 @@
-"""What tests of deployments and of their roll-outs ask for, and what comes of it."""
+"""What tests of deployments and of their rollouts ask for, and what comes of it."""
 
 from __future__ import annotations
 

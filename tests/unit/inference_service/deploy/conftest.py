@@ -12,7 +12,7 @@ from tests.unit.inference_service.reconciled import Clock
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The clock of lost replicas and of the phases of a roll-out."""
+    """The clock of lost replicas and of the phases of a rollout."""
     one = Clock()
     for module in ("serve.models", "deploy.rollout_driver"):
         instead = SimpleNamespace(monotonic=one.monotonic, time=lambda: time.time())

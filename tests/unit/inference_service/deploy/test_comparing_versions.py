@@ -1,4 +1,4 @@
-"""A roll-out that compares what both versions answer to held rows, before any traffic moves."""
+"""A rollout that compares what both versions answer to held rows, before any traffic moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drives a roll-out from step to step, and back."""
+"""What drives a rollout from step to step, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wishes for roll-outs in a real store: what is written, whose checkpoints are marked, what is taken back."""
+"""Wishes for rollouts in a real store: what is written, whose checkpoints are marked, what is taken back."""
 
 from __future__ import annotations
 

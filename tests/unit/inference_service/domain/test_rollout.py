@@ -1,4 +1,4 @@
-"""Which plans of a roll-out are refused."""
+"""Which plans of a rollout are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a deployment goes through a roll-out."""
+"""How a deployment goes through a rollout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WEIGHED = State.READY, version("1", weight=3, signature=SIGNATURE), version("2",
 
 
 def rolling(before: Deployment | None = None, uid: str = "r", **plan: Any) -> Deployment:
-    """A roll-out has just been wished for."""
+    """A rollout has just been wished for."""
     there = before or deployment(State.READY)
     number = next_number(there)
     made = Rollout(
@@ -64,7 +64,7 @@ def rolling(before: Deployment | None = None, uid: str = "r", **plan: Any) -> De
 
 
 def loaded(before: Deployment, signature: Signature = SIGNATURE) -> Deployment:
-    """The version of its roll-out has been loaded."""
+    """The version of its rollout has been loaded."""
     assert before.rollout is not None
     new = next(one for one in before.versions if one.number == before.rollout.version)
     return sure(with_version_loaded(before, replace(new, signature=signature), 3.0))
@@ -89,7 +89,7 @@ def retired(one: Deployment) -> list[str]:
 
 
 def finished(before: Deployment) -> Deployment:
-    """Gone through all steps of its roll-out."""
+    """Gone through all steps of its rollout."""
     for step in range(3):
         before = sure(with_next_step(before, "r", step, 4.0 + step))
     return before
@@ -243,7 +243,7 @@ def test_what_the_log_does_not_name_any_more_is_not_rolled_back_to() -> None:
     gone = sure(with_retired_gone(finished(loaded(rolling())), ["1"], 8.0))
     with pytest.raises(FailedPrecondition, match="version 1 is no longer loaded"):
         with_rollback(gone, NAME, "", 9.0)
-    with pytest.raises(FailedPrecondition, match="had no roll-out"):
+    with pytest.raises(FailedPrecondition, match="had no rollout"):
         with_rollback(deployment(State.READY), NAME, "", 9.0)
     with pytest.raises(NotFound):
         with_rollback(None, NAME, "", 9.0)

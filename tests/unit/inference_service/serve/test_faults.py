@@ -1,4 +1,4 @@
-"""Which requests that were not answered are held against the version that had them, as a roll-out's limits count."""
+"""Which requests that were not answered are held against the version that had them, as a rollout's limits count."""
 
 from __future__ import annotations
 

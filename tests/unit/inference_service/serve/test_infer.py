@@ -226,7 +226,7 @@ async def test_names_that_no_message_has_room_for_are_refused_before_the_model_s
 
 
 def ended(server: Server) -> tuple[dict[str, int], int]:
-    """How many of the only version's requests ended how, and how many of them a roll-out takes for its fault."""
+    """How many of the only version's requests ended how, and how many of them a rollout takes for its fault."""
     (one,) = server.models.listed()
     by_status = {status: histogram.count for status, histogram in one.statistics.requests.items()}
     return by_status, one.statistics.recent.seen(time.time(), 60.0).faults
