@@ -104,7 +104,7 @@ def test_python_in_the_documents_is_python(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", RUN, ids=relative)
-def test_what_examples_take_from_the_client_exists(page: Path) -> None:
+def test_names_that_examples_import_from_the_client_exist(page: Path) -> None:
     tree = ast.parse("\n".join(python_blocks(page)))
     used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
     assert used

@@ -125,7 +125,7 @@ def test_a_refused_user_leaves_no_mark(store: ObjectStore) -> None:
     assert not [info for info in store.list() if "/users/" in info.key]
 
 
-def test_a_deletion_that_was_begun_is_finished_by_the_sweep_and_by_a_push(store: ObjectStore) -> None:
+def test_a_deletion_that_was_begun_is_finished_by_the_garbage_collector_and_by_a_push(store: ObjectStore) -> None:
     bundle = store_bundle(store, FILES)
     bundles = CodeBundles(store)
 
@@ -150,7 +150,7 @@ def test_a_deletion_that_was_begun_is_finished_by_the_sweep_and_by_a_push(store:
     assert list(store.list()) == []
 
 
-def test_the_sweep_takes_away_what_died_uploads_left_and_leaves_bundles(
+def test_the_garbage_collector_removes_leftovers_of_dead_uploads_and_keeps_bundles(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bundle = store_bundle(store, FILES)

@@ -301,7 +301,7 @@ async def test_a_stream_reports_the_size_of_each_message_and_keeps_none_that_was
         stream.cancel()
 
 
-def test_what_a_refused_call_sent_waits_for_no_garbage_collector() -> None:
+def test_the_request_of_a_refused_call_is_freed_without_a_garbage_collection() -> None:
     messages: list[weakref.ref[Asked]] = []
 
     async def refuse(request: Asked, _: Any) -> bytes:

@@ -103,7 +103,7 @@ def test_a_call_without_any_time_left_is_not_read(monkeypatch: pytest.MonkeyPatc
     assert turned_of_1000(0.2, remaining_s=0.0) == 1000
 
 
-def test_what_would_be_refused_after_it_was_read_is_turned_away_where_there_is_no_time_to_spare(
+def test_a_call_that_would_be_refused_later_is_refused_unread_under_load(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # No count decays while a slow machine answers the calls, and chance turns the same ones away each time.

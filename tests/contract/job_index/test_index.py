@@ -243,7 +243,7 @@ def test_a_job_of_an_earlier_release_that_ended_while_no_service_ran_is_read_at_
     assert [job.state for job in listed(started)] == [JobState.FAILED]
 
 
-def test_what_left_no_trace_but_in_its_log_is_found_in_turns(
+def test_a_job_that_stands_in_its_log_alone_is_found_in_turns(
     store: ObjectStore, earlier_release: Callable[[Callable[[], object]], None]
 ) -> None:
     for job_id in ("a", "a-b", "b", "c", "d"):

@@ -62,7 +62,7 @@ def large_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_does_not_fit_is_refused_and_leaves_nothing(
+def test_a_write_that_does_not_fit_is_refused_and_leaves_nothing(
     small_store: ObjectStore, large_file: Path, write: str
 ) -> None:
     small_store.put("before", FITTING)

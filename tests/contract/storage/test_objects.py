@@ -18,7 +18,7 @@ MIB = 1024 * 1024
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 9], ids=["empty", "one-byte", "all-bytes"])
-def test_what_was_put_is_what_one_gets(store: ObjectStore, data: bytes) -> None:
+def test_get_returns_the_bytes_that_put_wrote(store: ObjectStore, data: bytes) -> None:
     store.put("a/b/c.bin", data)
 
     assert store.get("a/b/c.bin") == data

@@ -179,7 +179,7 @@ def test_an_address_that_is_never_accepted_is_reported_with_object_and_remedy(s3
     store.close()
 
 
-def test_what_the_signer_refuses_is_raised(signed: SignedStore, signer: Signer) -> None:
+def test_a_refusal_of_the_signer_is_raised(signed: SignedStore, signer: Signer) -> None:
     signer.refusal = FailedPrecondition("rank 1 may not write x", reason="KEY_REFUSED")
     for call in (lambda: signed.put("x", b""), lambda: signed.get("x"), lambda: signed.put_pieces("x", of_pieces(b""))):
         with pytest.raises(FailedPrecondition, match="may not write x"):

@@ -42,9 +42,7 @@ def test_a_folder_goes_with_what_was_never_finished_in_it(file_store: StoreSetti
     assert [path.exists() for path in (inside, only, beside)] == [False, False, True]
 
 
-def test_what_was_left_unfinished_long_ago_goes_and_what_is_being_written_stays(
-    file_store: StoreSettings, file_root: Path
-) -> None:
+def test_old_unfinished_writes_are_removed_and_running_writes_stay(file_store: StoreSettings, file_root: Path) -> None:
     store = open_store(file_store)
     store.put("a/whole", b"x")
     os.utime(file_root / "a/whole", (0, 0))

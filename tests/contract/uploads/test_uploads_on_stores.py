@@ -185,7 +185,7 @@ def test_the_same_request_gets_fresh_urls_of_the_same_upload(s3_stub: tuple[Obje
     assert put(again.presigned_parts[0].url, part_of(DATA, again.presigned_parts[0])) == 200
 
 
-def test_what_is_missing_of_an_upload_by_url_can_be_sent_as_chunks(s3_stub: tuple[ObjectStore, Any]) -> None:
+def test_missing_parts_of_a_presigned_upload_can_be_sent_as_chunks(s3_stub: tuple[ObjectStore, Any]) -> None:
     _, stub = s3_stub
     upload = presigned(stub, len(DATA))
     put(upload.presigned_parts[0].url, part_of(DATA, upload.presigned_parts[0]))

@@ -116,7 +116,7 @@ def test_a_cluster_makes_the_same_bytes_as_one_process_and_loads_the_model_once_
 # the same bytes from a cluster.
 @pytest.mark.long
 @pytest.mark.usefixtures("signs")
-def test_what_is_left_out_is_counted_before_anything_is_written(
+def test_left_out_rows_are_counted_before_anything_is_written(
     store: ObjectStore, jobs: Jobs, reconciler: Reconciler
 ) -> None:
     spec: dict[str, Any] = {"bad_rows": BadRows(action="quarantine"), "workers": ONE, "columns": ["id"]}

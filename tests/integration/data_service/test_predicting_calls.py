@@ -94,7 +94,7 @@ def test_a_split_goes_along_with_predictions_and_the_version_names_their_checkpo
     ],
 )
 @pytest.mark.usefixtures("sha256")
-def test_what_cannot_be_predicted_is_refused_with_its_field_and_leaves_nothing(
+def test_an_impossible_prediction_is_refused_with_its_field_and_leaves_nothing(
     stack: DataStack,
     dataset: str,
     digits_version: Digits,

@@ -143,7 +143,7 @@ def test_images_come_back_byte_for_byte_with_their_classes(versions: dict[str, I
     assert rows == {path: (data, CLASSES.index(path.split("/")[0])) for path, data in IMAGES.items()}
 
 
-def test_what_was_imported_is_what_is_stored(client: DataClient, versions: dict[str, Imported]) -> None:
+def test_the_stored_rows_are_the_imported_rows(client: DataClient, versions: dict[str, Imported]) -> None:
     for found in versions.values():
         answers = client.data.VerifyVersion(pb.VerifyVersionRequest(name=found.version.name), timeout=60)
         assert [damage for answer in answers for damage in answer.damages] == []

@@ -138,7 +138,7 @@ def test_a_malformed_name_is_refused(stack: Stack, name: str) -> None:
         assert (refusal.code, list(refusal.fields)) == (grpc.StatusCode.INVALID_ARGUMENT, ["name"])
 
 
-def test_what_is_not_there_is_not_found(stack: Stack) -> None:
+def test_an_absent_deployment_is_not_found(stack: Stack) -> None:
     delete = pb.DeleteDeploymentRequest(name="deployments/nobody")
     operation = operations_pb2.GetOperationRequest(name="operations/deploy-nobody")
     for call in (

@@ -58,7 +58,7 @@ def test_two_models_share_one_cpu(small: Stack) -> None:
     ],
 )
 @pytest.mark.parametrize("validate_only", [False, True])
-def test_what_no_node_could_hold_is_refused_by_field_and_leaves_nothing(
+def test_a_replica_that_no_node_could_hold_is_refused_by_field_and_leaves_nothing(
     stack: Stack, spec: dict[str, Any], field: str, validate_only: bool
 ) -> None:
     request = pb.CreateDeploymentRequest(

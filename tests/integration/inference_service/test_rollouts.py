@@ -152,7 +152,7 @@ def test_a_version_whose_requests_fail_rolls_back_by_its_error_limit_under_load(
 
 
 @pytest.mark.usefixtures("deployed")
-def test_what_cannot_be_rolled_out_or_back_is_refused_by_its_reason(stack: Stack, logits: dict[str, Array]) -> None:
+def test_an_impossible_rollout_or_rollback_is_refused_by_its_reason(stack: Stack, logits: dict[str, Array]) -> None:
     assert logits
 
     def rollout(name: str = "deployments/digits", checkpoint: str = JOB, **fields: Any) -> Any:

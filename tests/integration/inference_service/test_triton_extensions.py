@@ -99,7 +99,9 @@ def test_the_configuration_and_the_index_name_the_model(triton: dict[str, Any]) 
         ("log", "UNIMPLEMENTED"),
     ],
 )
-def test_what_is_not_served_is_refused_with_the_documented_status(triton: dict[str, Any], case: str, code: str) -> None:
+def test_an_unsupported_triton_call_is_refused_with_the_documented_status(
+    triton: dict[str, Any], case: str, code: str
+) -> None:
     assert triton["errors"][case][0] == f"StatusCode.{code}", triton["errors"][case]
 
 

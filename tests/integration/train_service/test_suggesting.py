@@ -65,7 +65,7 @@ def test_a_table_is_prepared_and_what_is_suggested_then_is_taken_as_it_is(import
     assert checked.spec.label_column == "kind"
 
 
-def test_what_cannot_be_suggested_is_refused_with_its_status(imported: TrainStack) -> None:
+def test_an_impossible_suggestion_is_refused_with_its_status(imported: TrainStack) -> None:
     create_job(Jobs(imported.store, IMPORT_KIND), "datasets/flowers/versions/unmade", {})
     for version, spec, code, expected in (
         (VERSION, {}, grpc.StatusCode.INVALID_ARGUMENT, "kind, colour may be it"),

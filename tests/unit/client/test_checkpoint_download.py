@@ -117,7 +117,7 @@ def test_a_download_whose_process_died_goes_on_where_it_was(store: ObjectStore, 
     assert seen[0] > 5 << 20
 
 
-def test_what_came_of_another_checkpoint_is_not_gone_on_with(store: ObjectStore, target: Path) -> None:
+def test_a_partial_download_of_another_checkpoint_is_not_continued(store: ObjectStore, target: Path) -> None:
     first = commit_model(store, 10)
     with pytest.raises(Cut):
         fetch(store, first.name, target, cut_after(5 << 20))
@@ -126,7 +126,7 @@ def test_what_came_of_another_checkpoint_is_not_gone_on_with(store: ObjectStore,
     assert files_in(target)[OPTIMIZER] == MODEL_FILES[OPTIMIZER][::-1]
 
 
-def test_what_was_changed_meanwhile_is_sent_again(store: ObjectStore, target: Path) -> None:
+def test_a_resumed_download_fetches_a_locally_changed_file_again(store: ObjectStore, target: Path) -> None:
     entry = commit_model(store)
     with pytest.raises(Cut):
         fetch(store, entry.name, target, cut_after(5 << 20))
@@ -267,7 +267,7 @@ def test_the_command_takes_a_checkpoint_the_best_one_or_that_of_a_step(store: Ob
     assert taken("j/checkpoints/step-00000020") == b"2"
 
 
-def test_what_the_command_cannot_do_it_says(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_impossible_download_is_reported(store: ObjectStore, tmp_path: Path) -> None:
     entry = commit_model(store, 10)
     folder = str(tmp_path / "folder")
     missing = commanded(store, "train", "download", "j", "--step", "11", folder)

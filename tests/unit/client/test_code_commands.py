@@ -51,7 +51,7 @@ def test_a_pushed_folder_is_listed_shown_and_deleted(store: ObjectStore, folder:
     assert commanded(store, "code", "show", name).exit_code == 3
 
 
-def test_what_cannot_be_packed_is_reported_by_its_path(store: ObjectStore, folder: Path) -> None:
+def test_a_file_that_cannot_be_packed_is_reported_by_its_path(store: ObjectStore, folder: Path) -> None:
     (folder / "data").symlink_to("/etc")
     result = commanded(store, "code", "push", str(folder))
     assert result.exit_code == 1

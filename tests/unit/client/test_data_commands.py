@@ -352,7 +352,7 @@ class Cancelled(operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
     ("state", "expected"),
     [("CREATING", f"Cancelling {VERSION}."), ("ACTIVE", f"{VERSION} is not being made: it is active")],
 )
-def test_what_makes_a_version_can_be_cancelled_and_nothing_else(state: str, expected: str) -> None:
+def test_operations_that_make_a_version_can_be_cancelled_and_no_others(state: str, expected: str) -> None:
     servicer, operations = Recording(), Cancelled()
     found = resources_pb2.DatasetVersion(name=VERSION, operation="operations/o", state=f"STATE_{state}")
     servicer.GetVersion = lambda _request, _context: found  # type: ignore[method-assign]

@@ -93,7 +93,7 @@ def test_options_that_mean_nothing_are_wrong_usage(options: tuple[str, ...], exp
     assert specs == []
 
 
-def test_what_is_left_out_of_autoscaling_is_left_to_the_server() -> None:
+def test_omitted_autoscaling_options_are_left_to_the_server() -> None:
     assert autoscaling(1, 4) == pb.Autoscaling(min_replicas=1, max_replicas=4)
     full = autoscaling(1, 4, rows_per_replica=8, scale_up_after_s=0, scale_down_after_s=2.5)
     assert (full.rows_per_replica, full.scale_down_after.ToMilliseconds()) == (8, 2500)

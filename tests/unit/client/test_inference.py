@@ -53,7 +53,7 @@ def test_a_full_queue_is_tried_again_after_the_time_it_asks_for() -> None:
     assert [int(one.outputs["y"][0]) for one in answers] == [2 * value for value in range(30)]
 
 
-def test_what_is_answered_behind_a_request_that_hangs_is_bounded() -> None:
+def test_answers_behind_a_request_that_hangs_are_bounded() -> None:
     servicer = Doubling(hangs_at=0)
     with (
         serving(register(servicer)) as address,

@@ -115,7 +115,7 @@ def test_a_stream_that_cannot_be_answered_raises() -> None:
         list(millrace.inference.infer_stream("m", [image(1)]))
 
 
-def test_what_makes_a_stream_s_requests_fails_as_it_is() -> None:
+def test_an_error_of_the_iterator_of_requests_is_raised_unchanged() -> None:
     def requests() -> Iterator[dict[str, Any]]:
         yield image(1)
         raise KeyError("no such file")

@@ -235,7 +235,7 @@ def test_one_home_has_one_supervisor(tmp_path: Path) -> None:
     hold_home(tmp_path).close()
 
 
-def test_what_a_killed_supervisor_left_behind_is_stopped(tmp_path: Path) -> None:
+def test_processes_of_a_killed_supervisor_are_stopped(tmp_path: Path) -> None:
     with subprocess.Popen((sys.executable, "-c", SUPERVISE, str(tmp_path)), start_new_session=True) as popen:
         record = now_ready(tmp_path)
         popen.kill()

@@ -93,7 +93,7 @@ def test_a_specification_may_come_from_a_file_as_the_docs_have_it(tmp_path: Path
         f"--grid {RATE}=0.1,0.2 --reduction-factor 3",
     ],
 )
-def test_what_cannot_be_read_is_wrong_usage_and_asks_nobody(options: str) -> None:
+def test_an_unreadable_file_is_wrong_usage_and_sends_no_request(options: str) -> None:
     servicer = Sweeping()
     assert run(servicer, "sweep", "s", *options.split(), "--dataset-version", "datasets/d/versions/v").exit_code == 2
     assert servicer.requests == []

@@ -75,7 +75,7 @@ def test_a_policy_says_which_versions_stay_loaded(
     assert steered(store, *options).spec.version_policy == wanted
 
 
-def test_what_the_policy_does_not_keep_goes(store: ObjectStore) -> None:
+def test_versions_that_the_policy_does_not_keep_are_retired(store: ObjectStore) -> None:
     after = steered(store, "--keep", "1")
     assert [version.number for version in after.versions if version.retired_at is None] == ["1", "3"]
 

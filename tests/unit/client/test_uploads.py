@@ -243,7 +243,7 @@ def test_ctrl_c_leaves_the_upload_open_and_reports_its_name(server: UploadServer
     assert content(server.store, name) == DATA
 
 
-def test_what_the_server_has_is_not_sent_again(server: UploadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_that_the_server_has_are_not_sent_again(server: UploadServer, monkeypatch: pytest.MonkeyPatch) -> None:
     name = _half_sent(server)
     sent: list[int] = []
     launch = ChunkStream.send

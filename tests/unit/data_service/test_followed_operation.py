@@ -82,7 +82,7 @@ def test_an_operation_costs_at_most_two_requests_a_second_in_each_state(store: O
     assert requests() == [2, 1, 1, 2, 2]
 
 
-def test_what_it_waits_for_its_progress_and_its_end_are_seen(store: ObjectStore, jobs: Jobs) -> None:
+def test_an_operations_waiting_progress_and_end_are_seen(store: ObjectStore, jobs: Jobs) -> None:
     def metadata() -> data_service_pb2.ImportVersionMetadata:
         read = data_service_pb2.ImportVersionMetadata()
         followed.operation.metadata.Unpack(read)

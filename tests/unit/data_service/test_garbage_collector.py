@@ -239,7 +239,9 @@ def test_a_deletion_that_was_left_half_way_is_finished(store: ObjectStore, colle
     assert attempts(store) == []
 
 
-def test_what_a_zombie_writes_into_a_deleted_version_goes(store: ObjectStore, collecting: Collecting) -> None:
+def test_writes_of_a_fenced_process_into_a_deleted_version_are_removed(
+    store: ObjectStore, collecting: Collecting
+) -> None:
     commit(store)
     Deletions(store, collecting.jobs).delete(VERSION)
     store.put(f"{VERSION}/data/a00001-late/train.parquet", b"x")
@@ -422,7 +424,7 @@ def test_a_pass_is_bounded_and_the_next_goes_on_behind_it(
     assert left == [4, 2, 0]
 
 
-def test_sweepers_at_the_same_time_do_no_harm(store: ObjectStore) -> None:
+def test_garbage_collectors_at_the_same_time_do_no_harm(store: ObjectStore) -> None:
     for number in (1, 2, 3, 4):
         name = f"{DATASET}/versions/v{number}"
         commit(store, name)

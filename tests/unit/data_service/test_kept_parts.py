@@ -283,7 +283,7 @@ def test_a_record_calls_no_function(hostile: Any, tmp_path: Any, monkeypatch: py
 @pytest.mark.parametrize(
     "data", [b"", b"no pickle", pickle.dumps(7)[:-1], b"\x80\x05\x95\xff\xff\xff\xff\xff\xff\xff\x7f"]
 )
-def test_what_is_no_pickle_is_unusable(data: bytes) -> None:
+def test_a_part_that_is_no_pickle_is_unusable(data: bytes) -> None:
     with pytest.raises(Unusable):
         FORMAT.loads(data)
 

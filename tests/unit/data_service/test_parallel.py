@@ -129,7 +129,7 @@ def test_parts_come_out_of_their_pages_as_they_went_in(monkeypatch: pytest.Monke
         assert [parallel._group(pages, place) for place in order] == [groups[places.index(place)] for place in order]
 
 
-def test_what_parts_have_in_common_is_sent_once_and_not_with_each_part() -> None:
+def test_common_data_of_parts_is_sent_once_and_not_with_each_part() -> None:
     columns = Columns(1000)
 
     def size_bytes(parts: int) -> int:
@@ -140,7 +140,7 @@ def test_what_parts_have_in_common_is_sent_once_and_not_with_each_part() -> None
     assert size_bytes(1001) - size_bytes(1) < 1000 * 100 < 3 * size_bytes(1)
 
 
-def test_what_parts_have_in_common_fills_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_data_of_parts_fills_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """The columns of a wide table alone take more bytes than a page has."""
     columns = Columns(1000)
     monkeypatch.setattr(ray, "put", bytes)  # as it is, without an object store

@@ -202,7 +202,9 @@ def test_a_settled_version_is_swept_again_once_it_changes(catalog: Catalog, monk
     assert catalog.listed("a") == []
 
 
-def test_what_a_settled_version_has_besides_goes_in_its_turn(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_collection_deletes_leftover_attempt_folders_of_the_next_failed_versions(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(deletion, "VERSIONS_IN_TURNS", 1)
     names = [f"datasets/{dataset}/versions/v1" for dataset in ("a", "b")]
     for name in names:

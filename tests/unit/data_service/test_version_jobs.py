@@ -158,7 +158,7 @@ def test_an_id_that_the_caller_chose_is_not_given_up_for_another(version_jobs: V
         start(version_jobs, tmp_path, "v2", request_id=str(uuid.uuid4()))
 
 
-def test_what_was_deleted_since_a_repeated_call_does_not_make_again(
+def test_a_repeated_call_does_not_make_a_deleted_version_again(
     store: ObjectStore, version_jobs: VersionJobs, tmp_path: Path
 ) -> None:
     request_id = str(uuid.uuid4())

@@ -79,7 +79,7 @@ def test_the_first_listens_at_once_only_while_nobody_answers_and_the_others_when
     assert first.may_listen(False, [])
 
 
-def test_what_a_process_is_taking_out_the_others_know_as_long_as_it_reports(tmp_path: Path) -> None:
+def test_an_applications_removal_is_known_to_other_frontends_while_its_process_reports(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     first.publish(replace(reported("b"), going=["a"]))
     assert (first.going(), second.going()) == (set(), {"a"})
@@ -118,7 +118,7 @@ def test_a_frontend_that_has_long_been_silent_is_not_waited_for_to_listen(tmp_pa
     assert not first.may_listen(False, [])
 
 
-def test_what_a_silent_frontend_has_counted_weighs_no_more(tmp_path: Path) -> None:
+def test_counts_of_a_silent_frontend_are_dropped(tmp_path: Path) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
     second.publish(reported(counts={"a": Recent().counts(0.0, 1.0)}))
     assert len(list(first.counts("a"))) == 1
@@ -210,7 +210,7 @@ async def test_an_application_goes_once_no_frontend_that_lives_sends_there(
     await asyncio.wait_for(going, 240)
 
 
-async def test_what_a_frontend_reported_before_it_heard_that_an_application_goes_says_nothing_of_what_it_holds(
+async def test_let_go_waits_for_a_peer_report_newer_than_the_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = Peers(tmp_path, 0), Peers(tmp_path, 1)
@@ -305,9 +305,7 @@ def test_a_metrics_port_that_is_taken_is_refused_whichever_frontend_is_to_have_i
             asyncio.run(run_frontends("nothing", f"127.0.0.1:{free_ports(1)[0]}", 2, f"127.0.0.1:{port}"))
 
 
-def test_what_a_frontend_refuses_as_it_is_first_started_ends_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_of_the_first_frontends_start_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"STARTS": str(tmp_path), "ENDING": str(REFUSED), "ENDS": "1"}.items():
         monkeypatch.setenv(name, value)
     listen = f"127.0.0.1:{free_ports(1)[0]}"

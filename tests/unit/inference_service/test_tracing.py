@@ -111,7 +111,7 @@ class Handle:
         return await self._model.forward(rows)
 
 
-async def test_what_is_not_recorded_is_no_part_of_what_is(receiver: OtlpReceiver) -> None:
+async def test_an_unrecorded_span_is_no_part_of_a_recorded_trace(receiver: OtlpReceiver) -> None:
     model = Classifier()
     handle: Any = Handle(model)
 

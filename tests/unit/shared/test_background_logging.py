@@ -108,7 +108,7 @@ def _run(code: str, *, flush_timeout_s: float = 240.0) -> subprocess.Popen[str]:
     ["", "sys.exit(3)", "flush_logs(); os._exit(0)", "raise RuntimeError"],
     ids=["end", "exit", "os._exit", "error"],
 )
-def test_what_was_logged_last_is_written_however_the_process_ends(ending: str) -> None:
+def test_the_last_log_lines_are_written_however_the_process_ends(ending: str) -> None:
     with _run(f"for number in range({LINES}): logger.info('%d', number)\n{ending}") as process:
         _, text = process.communicate(timeout=240)
 

@@ -87,7 +87,7 @@ def test_only_what_the_image_does_not_meet_is_installed() -> None:
         (f"new==1 --index-url=https://example.org {HASHED}", "it is no requirement"),
     ],
 )
-def test_what_can_be_had_neither_from_the_image_nor_from_uv_is_refused(requirement: str, problem: str) -> None:
+def test_a_requirement_that_neither_the_image_nor_uv_provides_is_refused(requirement: str, problem: str) -> None:
     lines, problems = plan(requirement)
     assert lines == []
     ((text, said),) = problems
@@ -102,7 +102,7 @@ def test_a_wheels_own_requirement_is_met_by_the_lock_beside_it() -> None:
     assert (text, said.partition(";")[0]) == ("new>=2", "new is not installed")
 
 
-def test_what_millrace_needs_is_the_images() -> None:
+def test_packages_that_millrace_needs_come_from_the_image() -> None:
     assert {"millrace", "ray", "torch", "numpy", "pyarrow", "grpcio", "pandas"} <= packages_of_platform()
     assert not {"transformers", "lightning", "pytest"} & packages_of_platform()
 
@@ -257,7 +257,7 @@ def test_a_failed_build_has_uvs_message_and_leaves_nothing(wheels: Path, environ
         assert packages is not None
 
 
-def test_what_a_killed_build_left_is_no_environment(wheels: Path, environments: CodeEnvironments) -> None:
+def test_the_remains_of_a_killed_build_are_no_environment(wheels: Path, environments: CodeEnvironments) -> None:
     line = write_wheel(wheels, "tiny_pack", "1.5", {"tiny_pack.py": ""})
     folder = environments.folder / digest_of_environment([line.replace("_", "-", 1)])
     left = write_files(folder, {"half.py": ""}), write_files(folder.with_name(f"{folder.name}.work"), {"cache": ""})

@@ -65,7 +65,7 @@ def test_a_renamed_field_is_read_and_written_under_the_name_that_records_have() 
     assert as_state(read) == {"roll_out": 7, "rollout": 8, "colour": 9}
 
 
-def test_what_a_later_release_added_within_a_dataset_s_retention_is_written_back_too() -> None:
+def test_fields_of_a_later_release_in_a_datasets_retention_are_written_back() -> None:
     made = Dataset(name="datasets/d", uid="u", display_name="", description="", create_time=1.0)
     state = json.loads(json.dumps(made.as_state()))
     state["retention"] |= {"keep_newest": 3, "keep_labelled": ["gold"]}

@@ -48,7 +48,7 @@ def test_identity_nests_and_ends() -> None:
     assert "job" not in written()
 
 
-def test_what_is_known_later_is_on_every_line_from_then_on_until_the_identity_ends() -> None:
+def test_identify_adds_fields_to_later_lines_until_the_identity_ends() -> None:
     with identity(request_id="r1"):
         identify(model="digits", model_version="3")
         line = written()

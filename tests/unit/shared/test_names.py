@@ -24,7 +24,7 @@ def test_an_id_is_returned_as_it_is(value: str) -> None:
     ["", "A", "1a", "-a", "a_b", "a/b", "a.b", "ä", "a" * 64, "a b", "a\n", "..", "a\x00", "ａ", "a²"],
     ids=lambda value: ascii(value)[:12],
 )
-def test_what_is_no_id_is_refused_by_its_field(value: str) -> None:
+def test_an_invalid_id_is_refused_by_its_field(value: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         names.check_id("dataset_id", value)
 

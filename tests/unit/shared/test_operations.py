@@ -206,7 +206,7 @@ def test_pages_of_large_operations_are_messages_that_any_client_takes() -> None:
     ("field", "value"),
     [("name", "datasets"), ("filter", "done = true"), ("page_token", "%"), ("page_token", "Li4veA==")],
 )
-def test_what_a_list_cannot_do_is_refused_by_its_field(field: str, value: str) -> None:
+def test_an_unsupported_option_of_a_list_is_refused_by_its_field(field: str, value: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         call(Source(o1=0), "ListOperations", operations_pb2.ListOperationsRequest(**{field: value}))
 

@@ -1,4 +1,4 @@
-"""Sweeps go on, whatever happens to one of them."""
+"""Periodic work goes on, whatever happens to one of its runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shared.process_supervisor import run_periodically
 
 
 @pytest.mark.parametrize("error", [Unavailable("no answer"), Internal("a fault"), RuntimeError("odd")], ids=repr)
-def test_a_sweep_that_fails_is_followed_by_another(error: Exception) -> None:
+def test_periodic_work_that_fails_is_tried_again(error: Exception) -> None:
     async def main() -> int:
         stop, passes = asyncio.Event(), 0
         loop = asyncio.get_running_loop()

@@ -52,7 +52,7 @@ def test_spans_are_exported_where_the_standard_variables_say_so(environ: dict[st
         ({ENDPOINT: HERE, "OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER='zipkin': use otlp or none"),
     ],
 )
-def test_what_cannot_be_done_is_refused_with_its_variable_and_the_remedy(
+def test_an_impossible_setting_is_refused_with_its_variable_and_the_remedy(
     environ: dict[str, str], expected: str
 ) -> None:
     with pytest.raises(SettingsError, match=expected):

@@ -157,7 +157,7 @@ def test_a_string_of_one_word_changes_only_where_the_map_has_it(tree: Tree) -> N
     assert tree.renamed('key = "roll_out"\n', "other/one.py") == 'key = "roll_out"\n'
 
 
-def test_what_a_file_imports_is_renamed_as_where_it_is_defined(tree: Tree) -> None:
+def test_an_imported_name_is_renamed_as_where_it_is_defined(tree: Tree) -> None:
     tree.write("app/__init__.py", "")
     tree.write("app/plans.py", "class Part:\n    def _part(self, part: int) -> int:\n        return part\n")
     tree.write("app/others.py", "class Part: ...\n")

@@ -295,7 +295,7 @@ def test_every_kind_of_event_has_its_field_in_the_contract(kind: EventKind) -> N
 
 
 @pytest.mark.parametrize("kind", list(EventKind))
-def test_what_a_later_release_added_to_an_event_is_read_over(kind: EventKind) -> None:
+def test_unknown_fields_of_an_event_of_a_later_release_are_ignored(kind: EventKind) -> None:
     event = Event(sequence=4, time=1.0, attempt=2, kind=kind, payload=PAYLOADS[kind])
 
     later = replace(event, payload={**PAYLOADS[kind], "colour": "red"})

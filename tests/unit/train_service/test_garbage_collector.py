@@ -59,7 +59,7 @@ def whole(store: ObjectStore, left: list[CheckpointEntry]) -> bool:
 
 
 @pytest.mark.usefixtures("jobs")
-def test_what_earlier_attempts_left_goes_and_what_the_present_one_writes_stays(store: ObjectStore) -> None:
+def test_remains_of_earlier_attempts_are_removed_and_the_present_ones_stay(store: ObjectStore) -> None:
     old, writing = garbage(store, 3, 1), garbage(store, 6, 2)
 
     collect(store)
@@ -88,7 +88,7 @@ def test_once_the_job_is_over_its_last_attempt_can_commit_no_more_and_what_it_le
     assert len(CheckpointRegistry(store, JOB).fence(3)) == 2
 
 
-def test_a_sweep_of_a_job_without_garbage_writes_nothing(store: ObjectStore, jobs: Jobs) -> None:
+def test_a_collection_of_a_job_without_garbage_writes_nothing(store: ObjectStore, jobs: Jobs) -> None:
     end(jobs)
     before = sorted(info.key for info in store.list())
 
@@ -132,7 +132,7 @@ def test_a_retirement_that_died_half_way_is_finished_once_the_job_is_over(
     assert not there(store, first.folder)
 
 
-def test_what_ray_left_of_attempts_that_are_over_goes(store: ObjectStore, jobs: Jobs) -> None:
+def test_the_garbage_collector_deletes_ray_state_of_finished_attempts(store: ObjectStore, jobs: Jobs) -> None:
     for attempt in (1, 2):
         store.put(f"{JOB}/ray/attempt-{attempt:05d}/state.json", b"x")
 
@@ -143,7 +143,7 @@ def test_what_ray_left_of_attempts_that_are_over_goes(store: ObjectStore, jobs: 
     assert list(store.folders(f"{JOB}/ray")) == []
 
 
-def test_what_a_zombie_wrote_after_the_end_of_its_job_goes(store: ObjectStore, jobs: Jobs) -> None:
+def test_writes_of_a_fenced_process_after_the_end_of_its_job_are_removed(store: ObjectStore, jobs: Jobs) -> None:
     end(jobs)
     deletions = Deletions(store)
     deletions.begin(JOB)

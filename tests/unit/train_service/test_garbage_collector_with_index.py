@@ -83,7 +83,7 @@ def test_a_settled_job_that_is_deleted_or_changes_is_swept_again(
     assert [job.record.uid for job in page[0]] == ["a", "b", "c", "live"]
 
 
-def test_a_sweep_costs_by_the_jobs_that_are_not_settled(
+def test_a_collection_costs_by_the_jobs_that_are_not_settled(
     store: ObjectStore, index: JobIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deletion, "JOBS_IN_TURNS", 1)

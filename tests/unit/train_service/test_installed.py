@@ -116,7 +116,7 @@ def test_a_step_or_a_loss_may_report_the_mean(parts: int) -> None:
         ("training_step", "importing millrace_example.absent:step failed", {"training_step": "broken"}),
     ],
 )
-def test_what_no_package_has_or_what_does_not_work_is_refused_by_its_field(
+def test_a_name_that_no_package_has_or_that_fails_is_refused_by_its_field(
     path: str, said: str, change: dict[str, Any]
 ) -> None:
     field, text = refusal(replace(SPEC, **change))

@@ -196,7 +196,9 @@ def test_of_many_jobs_for_one_gpu_the_first_begins_and_the_next_one_when_it_is_f
     assert after[9].endswith(": trainingJobs/j2 is before it in the queue and takes what is free")
 
 
-def test_what_waiting_jobs_keep_is_recorded_for_attempts_that_could_grow(store: ObjectStore, cluster: Cluster) -> None:
+def test_capacity_reserved_by_waiting_jobs_is_recorded_for_attempts_that_could_grow(
+    store: ObjectStore, cluster: Cluster
+) -> None:
     for number in range(3):
         create(store, f"j{number}", gpu_job())
     cluster.free["GPU"] = 0.0
@@ -298,7 +300,7 @@ def test_a_job_that_deployments_leave_too_little_for_keeps_no_place(
     assert running(store) == begins
 
 
-def test_what_deployments_hold_is_the_sum_over_their_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_use_of_deployments_is_the_sum_over_their_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     holders = [
         Holder(deployment_uid="a", cpus=1.0, gpus=1.0),
         Holder(deployment_uid="b", cpus=2.0),

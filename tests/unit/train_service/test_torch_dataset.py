@@ -168,7 +168,7 @@ def test_a_step_has_the_same_rows_on_any_number_of_ranks(committed: Committed, w
         ({}, (2, 2), "rank"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_field(
+def test_an_option_that_does_not_fit_is_refused_by_its_field(
     committed: Committed, changes: dict[str, Any], ranks: tuple[int, int], path: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refused:

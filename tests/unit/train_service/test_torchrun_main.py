@@ -209,7 +209,7 @@ def test_a_killed_run_is_left_alone_by_reconcilers_and_resumed_by_the_same_comma
         ({"train_split": "absent"}, "train_split"),
     ],
 )
-def test_what_cannot_run_is_refused_and_leaves_nothing(
+def test_torchrun_main_refuses_an_unsupported_spec_and_writes_nothing(
     store: ObjectStore,
     ran_here: Callable[[list[str]], tuple[int, str]],
     tmp_path: Path,
@@ -250,7 +250,7 @@ def test_a_file_that_is_no_text_is_refused(store: ObjectStore, tmp_path: Path) -
     assert "Traceback" not in refused.stderr
 
 
-def test_what_a_rank_that_is_not_the_first_raises_is_the_attempts_end(
+def test_an_error_of_another_rank_than_the_first_ends_the_attempt(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new_job(store, JOB)

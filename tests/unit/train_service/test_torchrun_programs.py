@@ -124,7 +124,7 @@ def test_a_function_that_was_interrupted_goes_on_with_the_same_command(
 
 
 @pytest.mark.long
-def test_what_a_rank_under_torchrun_raises_is_reported_by_its_line(store: ObjectStore, tmp_path: Path) -> None:
+def test_an_error_of_a_rank_under_torchrun_is_reported_by_its_line(store: ObjectStore, tmp_path: Path) -> None:
     arguments = command(store, TORCHRUN, tmp_path, epochs=1, pause_s=0.0, wrong=1)
     failed = ran(store, arguments)
 

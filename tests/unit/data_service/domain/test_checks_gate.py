@@ -208,7 +208,7 @@ def test_a_split_whose_texts_are_too_long_to_list_cannot_be_compared() -> None:
     ],
     ids=["no report", "no column", "no values", "too many texts"],
 )
-def test_what_cannot_be_compared_fails_and_says_why(new: Any, parent: Any) -> None:
+def test_a_check_without_a_comparable_value_fails_and_says_why(new: Any, parent: Any) -> None:
     assert judged(Check("x", Drift(0.1)), splits(train=new), parent).violations == 1
 
 

@@ -28,7 +28,7 @@ def test_a_version_goes_when_every_rule_that_is_set_says_so(retention: Retention
     assert outlived(retention, VERSIONS[::-1], NOW) == gone
 
 
-def test_what_is_in_use_stays_and_does_not_keep_another() -> None:
+def test_a_version_in_use_stays_and_does_not_keep_another() -> None:
     used = [Committed("v1", 1.0, in_use=True), Committed("v2", 2.0), Committed("v3", 3.0, in_use=True)]
     assert outlived(Retention(keep_newest=1), used, NOW) == ["v2"]
 

@@ -171,7 +171,7 @@ def test_each_share_has_the_nearest_whole_number_of_rows(weights: list[float], r
     assert all(abs(count - rows * w / sum(weights)) < 1 for count, w in zip(counts, weights, strict=True))
 
 
-def test_what_rounding_leaves_goes_to_those_that_lost_most() -> None:
+def test_rows_left_by_rounding_go_to_the_splits_that_lost_most() -> None:
     assert share_counts(shares(0.6, 0.25, 0.15), 10) == [6, 3, 1]
     assert share_counts(shares(1, 1, 1), 100) == [34, 33, 33]
 

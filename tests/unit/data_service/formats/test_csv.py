@@ -98,7 +98,7 @@ def test_no_value_is_changed_by_the_type_that_is_inferred(tmp_path: Path, values
 
 
 @given(st.lists(st.floats(-1e308, 1e308), min_size=1, max_size=9), st.integers(0, 40))
-def test_what_was_printed_of_doubles_is_read_as_doubles_however_many_digits(values: list[float], digits: int) -> None:
+def test_printed_doubles_are_read_as_doubles_however_many_digits(values: list[float], digits: int) -> None:
     for texts in ([repr(value) for value in values], [f"{value:.{digits}e}" for value in values]):
         inferred = InferredType()
         inferred.update(pa.array([*texts, "0.5"]))
@@ -538,7 +538,7 @@ def test_utf_16_without_a_byte_order_mark_is_reported_by_its_zero_bytes(tmp_path
     assert not bad.rows
 
 
-def test_what_is_not_known_to_be_utf_16_is_refused(tmp_path: Path) -> None:
+def test_text_of_unknown_encoding_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="it has no byte-order mark"):
         read(tmp_path, "a,b\n1,2\n", encoding="utf-16")
 

@@ -30,7 +30,7 @@ arrays = st_numpy.arrays(
 
 
 @given(values=arrays, rows=st.integers(1, 10))
-def test_what_was_written_is_read_whatever_the_chunks(values: np.ndarray[Any, Any], rows: int) -> None:
+def test_written_arrays_are_read_whatever_the_chunks(values: np.ndarray[Any, Any], rows: int) -> None:
     read = read_all(idx_bytes(values), rows)
     assert read.shape == values.shape
     np.testing.assert_array_equal(read, values)

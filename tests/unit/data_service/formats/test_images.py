@@ -94,7 +94,7 @@ def png_header(width: int, height: int) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_what_is_no_image_is_a_bad_row_with_its_reason(tmp_path: Path) -> None:
+def test_a_file_that_is_no_image_is_a_bad_row_with_its_reason(tmp_path: Path) -> None:
     files = {
         "a/bomb.png": png_header(20_000, 5_001),
         "a/enormous.png": png_header(200_000, 200_000),
@@ -128,7 +128,7 @@ def stored(mode: str, kind: str = "TIFF") -> bytes:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "I;16", "I", "F"])
-def test_what_an_import_keeps_can_be_decoded_in_colour_and_in_grey(mode: str) -> None:
+def test_images_that_an_import_keeps_can_be_decoded_in_colour_and_in_grey(mode: str) -> None:
     data = stored(mode)
     refusals = set()
     for gray in (False, True):

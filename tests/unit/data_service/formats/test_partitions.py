@@ -95,7 +95,9 @@ def test_values_have_the_type_that_pyarrow_finds_in_all_of_them(
         st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=8), min_size=1, unique=True
     )
 )
-def test_what_pyarrow_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory, values: list[str]) -> None:
+def test_partitions_that_pyarrow_writes_are_read_back(
+    tmp_path_factory: pytest.TempPathFactory, values: list[str]
+) -> None:
     folder = tmp_path_factory.mktemp("hive")
     table = pa.table({"n": range(len(values)), "käse": values})
     pq.write_to_dataset(table, folder, partition_cols=["käse"])

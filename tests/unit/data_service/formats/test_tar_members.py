@@ -39,7 +39,7 @@ def member(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0) -> tarfile.T
         st.from_regex(r"[a-zé ]{1,60}(/[a-z日]{1,60}){0,3}", fullmatch=True), st.binary(max_size=1500), max_size=5
     )
 )
-def test_what_python_writes_is_read_whatever_the_layout(layout: int, files: dict[str, bytes]) -> None:
+def test_tars_that_python_writes_are_read_whatever_the_layout(layout: int, files: dict[str, bytes]) -> None:
     files = {name: data for name, data in files.items() if len(name.encode()) <= 90 or layout != tarfile.USTAR_FORMAT}
     if files:
         assert read(tar_of(files, layout)) == files

@@ -92,7 +92,7 @@ def test_the_wait_for_an_open_upload_can_be_ended(store: ObjectStore, uploads: U
 
 
 @pytest.mark.parametrize("kind", ["parquet", "csv", "json_lines"])
-def test_what_needs_the_whole_waits_for_it(store: ObjectStore, uploads: Uploads, kind: str) -> None:
+def test_a_format_that_needs_the_whole_upload_waits_for_it(store: ObjectStore, uploads: Uploads, kind: str) -> None:
     name, data = started(uploads), CONTENTS[kind]
     send_all(uploads, name, data, chunk_bytes=1000)
     with pytest.raises(Cancelled, match="waited for more"):

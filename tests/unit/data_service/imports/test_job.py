@@ -239,7 +239,7 @@ def test_an_attempt_that_fails_takes_its_files_away(
     assert seen
 
 
-def test_a_later_attempt_sweeps_what_a_killed_one_left(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_later_attempt_removes_what_a_killed_one_left(store: ObjectStore, tmp_path: Path) -> None:
     jobs = begun(store, tmp_path, ImportSpec(sources=[parquet(tmp_path, "a", "train", n=[1, 2])], hold_outs=[]))
     store.put(f"{NAME}/data/a00001-dead/train-00000.parquet", b"half")
     jobs.transition(NAME, lambda job: lose_attempt(job, Unavailable("killed"), time.time()), attempt=1)

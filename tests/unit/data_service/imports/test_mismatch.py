@@ -35,7 +35,7 @@ TYPES = "; set column_types, or write them alike"
     ],
     ids=["lacks", "has more", "renamed", "order", "type"],
 )
-def test_what_differs_is_named(given: dict[str, pa.DataType], expected: str) -> None:
+def test_a_differing_column_is_named(given: dict[str, pa.DataType], expected: str) -> None:
     assert difference(pa.schema(given), "sources[0]", FIRST, lambda one, other: one == other) == expected
 
 

@@ -183,7 +183,9 @@ def test_a_part_is_digested_once_for_all_places(tmp_path: Path, monkeypatch: pyt
     assert [one for one in digested if isinstance(one, tuple)] == [part.runs]
 
 
-def test_what_parts_have_in_common_is_digested_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_schema_and_casts_of_parts_are_digested_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(interface, "PART_BYTES", 1000)
     monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
     names = [f"c{index}" for index in range(50)]

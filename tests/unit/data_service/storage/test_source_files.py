@@ -166,7 +166,7 @@ def test_hidden_names_are_left_out_at_any_depth(tree: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["*.parquet", "absent/", "x/*.txt", "_h/../*"])
-def test_what_names_no_file_is_refused_by_its_field(tree: Path, pattern: str) -> None:
+def test_a_uri_that_names_no_file_is_refused_by_its_field(tree: Path, pattern: str) -> None:
     with pytest.raises((NotFound, InvalidArgument), match=r"sources\[0\].csv.uri"):
         found(tree, pattern)
 

@@ -43,7 +43,7 @@ def spec(*steps: dict[str, Any], **fields: Any) -> TransformSpec:
         spec({"drop": {"columns": ["word"]}}, fit_split="nowhere"),
     ],
 )
-def test_what_fits_passes(good: TransformSpec) -> None:
+def test_a_pipeline_that_fits_the_schema_passes(good: TransformSpec) -> None:
     check_transform(good, MANIFEST, custom_allowed=[])
 
 
@@ -75,7 +75,7 @@ def test_what_fits_passes(good: TransformSpec) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_named(bad: TransformSpec, path: str) -> None:
+def test_a_step_that_does_not_fit_its_columns_is_refused_with_its_path(bad: TransformSpec, path: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         check_transform(bad, MANIFEST, custom_allowed=["tests.support.transforming:doubles"])
     assert caught.value.fields[0][0] == path

@@ -197,7 +197,7 @@ def test_steps_learn_from_the_fit_split_alone_after_filters_and_the_split_rule(s
 
 
 @pytest.mark.usefixtures("source")
-def test_what_a_step_learns_decides_a_shape(store: ObjectStore) -> None:
+def test_learned_values_decide_a_shape(store: ObjectStore) -> None:
     job = transform_here(store, [column("word", oneHotEncode={})])
     made(store, job)
     assert {one.name: one.shape for one in load_version(store, job.name).columns}["word"] == [5]

@@ -80,7 +80,7 @@ def of_checkpoint(name: str, sha256: str = "") -> CheckpointRef:
         ({"outputs": ["score", "label"]}, InvalidArgument, "outputs[1]: 'label': use some of prediction, "),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_left(
+def test_an_invalid_predict_request_is_refused_and_writes_nothing(
     store: ObjectStore, ask: Callable[..., JobRecord], spec: dict[str, Any], kind: type[MillraceError], expected: str
 ) -> None:
     before = keys(store)

@@ -158,7 +158,7 @@ def test_rows_with_nulls_end_the_job_or_are_kept_aside(store: ObjectStore, bundl
         ("", "FailedPrecondition", "train:Predictor of codeBundles/"),
     ],
 )
-def test_what_a_predictor_does_wrong_ends_the_job(
+def test_a_predictors_error_fails_the_job_with_its_kind_and_message(
     store: ObjectStore, bundle: str, predictor: str, kind: str, expected: str
 ) -> None:
     commit_tables(store, {"test": table(TEST, 0)})
@@ -169,7 +169,7 @@ def test_what_a_predictor_does_wrong_ends_the_job(
     assert expected in failed.error["message"], failed.error
 
 
-def test_what_a_predictor_raises_names_its_line_and_the_rows(store: ObjectStore, bundle: str) -> None:
+def test_an_error_of_a_predictor_names_its_line_and_the_rows(store: ObjectStore, bundle: str) -> None:
     negative = table(TEST, 0).set_column(2, "n", pa.array(-np.arange(TEST) + 70))
     commit_tables(store, {"test": negative})
     write_program(store, bundle, FILES)

@@ -96,7 +96,7 @@ def test_a_second_abort_that_finds_a_user_cannot_bring_back_what_is_gone(
         uploads.get(name)
 
 
-def test_a_sweep_leaves_the_upload_that_its_owner_began_anew_under_the_name_of_an_expired_one(
+def test_a_collection_leaves_the_upload_that_its_owner_began_anew_under_the_name_of_an_expired_one(
     store: ObjectStore, uploads: Uploads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = committed(uploads, DATA)
@@ -131,7 +131,9 @@ class Requests:
         monkeypatch.setattr(ObjectStore, method, counted)
 
 
-def test_uploads_that_are_long_gone_cost_a_sweep_nothing(uploads: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uploads_that_are_long_gone_cost_a_collection_nothing(
+    uploads: Uploads, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for number in range(10):
         uploads.abort(started(uploads, f"u{number}"))
     later = time.time() + LATE_WRITES_S + 1

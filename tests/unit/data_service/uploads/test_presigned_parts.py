@@ -49,7 +49,7 @@ def test_where_no_size_is_asked_for_parts_are_as_large_as_must() -> None:
     assert sum(part.size_bytes for part in more) == MAX_PARTS * DEFAULT_PART_BYTES + 1
 
 
-def test_what_no_parts_can_hold_is_refused_by_field() -> None:
+def test_a_file_that_no_number_of_parts_can_hold_is_refused_by_field() -> None:
     with pytest.raises(InvalidArgument, match="at most 2000 parts"):
         parts_of(PresignedPut(MAX_PARTS * MAX_PART_BYTES + 1, MAX_PART_BYTES))
     with pytest.raises(InvalidArgument) as refused:

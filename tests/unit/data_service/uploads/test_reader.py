@@ -91,7 +91,9 @@ def test_an_upload_without_a_byte_is_an_empty_file(store: ObjectStore, uploads: 
 
 
 @pytest.mark.parametrize(("name", "kind"), [("datasets/d/uploads/none", NotFound), ("d", InvalidArgument)])
-def test_what_is_no_upload_is_refused(store: ObjectStore, uploads: Uploads, name: str, kind: type[Exception]) -> None:
+def test_open_upload_refuses_a_malformed_or_unknown_name(
+    store: ObjectStore, uploads: Uploads, name: str, kind: type[Exception]
+) -> None:
     assert uploads
     with pytest.raises(kind):
         open_upload(store, name)
@@ -177,7 +179,7 @@ def test_an_open_upload_is_read_as_it_grows_until_its_commit(store: ObjectStore,
         verify(file)
 
 
-def test_what_is_there_of_an_open_upload_is_read_at_once(store: ObjectStore, uploads: Uploads) -> None:
+def test_received_bytes_of_an_open_upload_are_read_at_once(store: ObjectStore, uploads: Uploads) -> None:
     name = started(uploads)
     send_all(uploads, name, DATA[:1000], 100)
 
@@ -328,7 +330,9 @@ def test_a_part_put_again_between_its_reading_and_the_commit_is_data_loss(store:
 
 
 @pytest.mark.parametrize("change", ["bytes", "cut"])
-def test_what_is_read_after_a_proof_is_what_was_proven(store: ObjectStore, uploads: Uploads, change: str) -> None:
+def test_a_verified_upload_that_changed_before_the_read_raises_data_loss(
+    store: ObjectStore, uploads: Uploads, change: str
+) -> None:
     upload = presigned(store, uploads)
     put_part(store, upload, 0, DATA[:500])
     put_part(store, upload, 500, DATA[500:])

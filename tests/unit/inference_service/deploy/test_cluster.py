@@ -56,7 +56,7 @@ def test_more_than_the_nodes_have_is_refused_by_field(changes: dict[str, Any], f
         {"autoscaling": autoscaling(12)},  # that the most do not fit is no matter
     ],
 )
-def test_what_fits_by_its_parts_is_let_in(changes: dict[str, Any]) -> None:
+def test_a_deployment_that_fits_by_its_replicas_is_admitted(changes: dict[str, Any]) -> None:
     cluster = Cluster(None)
     cluster.note(NODES)
     if changes.get("num_replicas") == 40:

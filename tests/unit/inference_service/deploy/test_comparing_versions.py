@@ -107,7 +107,7 @@ def test_a_version_that_answers_them_otherwise_is_rolled_back_before_any_traffic
 @pytest.mark.parametrize(
     ("version", "split", "kind"), [("datasets/x/versions/v1", "test", "NotFound"), (DATASET, "no", "InvalidArgument")]
 )
-def test_what_cannot_be_compared_is_rolled_back_with_the_reason(
+def test_a_rollout_with_an_unusable_comparison_split_is_rolled_back_with_the_error(
     store: ObjectStore, manager: DeploymentManager, rollouts: RolloutManager, version: str, split: str, kind: str
 ) -> None:
     commit_version(store, DATASET, {"test": striped_digits(4)})

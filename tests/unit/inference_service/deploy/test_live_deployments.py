@@ -87,7 +87,7 @@ def test_deployments_of_an_earlier_release_are_found_and_marked(store: ObjectSto
     assert markers(store) == ["a.uid-a.json"]
 
 
-def test_what_an_earlier_release_creates_meanwhile_is_found_in_turns(
+def test_a_deployment_that_an_earlier_release_creates_meanwhile_is_found_in_turns(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live_deployments, "DEPLOYMENTS_IN_TURNS", 2)

@@ -325,7 +325,7 @@ def test_a_log_that_cannot_be_read_is_data_loss_and_hides_no_other(
         assert lost.value.metadata == {"resource": bad.name}
 
 
-def test_what_a_later_release_wrote_of_a_deployment_is_read_over_and_written_back(
+def test_unknown_fields_of_a_deployment_are_ignored_and_written_back(
     store: ObjectStore, manager: DeploymentManager
 ) -> None:
     made = manager.create(creation())

@@ -200,7 +200,7 @@ def test_cancelling_the_operation_rolls_back(
 
 
 @pytest.mark.usefixtures("ready")
-def test_what_a_policy_keeps_that_had_retired_is_marked_again(
+def test_a_retired_version_that_a_policy_keeps_is_marked_again(
     store: ObjectStore, deployments: Deployments, rollouts: RolloutManager
 ) -> None:
     made = load(deployments, rollouts.begin(request()))

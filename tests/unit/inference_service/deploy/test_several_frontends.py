@@ -135,7 +135,7 @@ async def test_a_model_that_is_loaded_soon_after_it_was_unloaded_answers_at_ever
         assert list(serve.deployed) == serve.deleted
 
 
-async def test_what_one_begins_to_take_out_while_another_asks_its_replicas_is_not_attached(
+async def test_an_application_being_removed_while_another_frontend_queries_it_is_not_attached(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path
 ) -> None:
     made = manager.create(creation())
@@ -168,7 +168,7 @@ async def test_replicas_that_another_frontend_is_taking_out_are_not_even_asked(
     assert (serve.wanted, second.holds()) == ([3], [name])
 
 
-async def test_what_a_frontend_begins_to_take_out_no_other_takes_over_however_seldom_they_report(
+async def test_an_application_being_removed_is_taken_over_by_no_other_frontend_however_rare_its_reports(
     deployments: Deployments, manager: DeploymentManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("inference_service.frontend_tasks.POLL_INTERVAL_S", 60.0)

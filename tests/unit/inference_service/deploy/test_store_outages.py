@@ -138,7 +138,7 @@ async def test_a_frontend_that_has_heard_of_nothing_goes_on_asking_the_store_and
     await started(reconciler, scenario)
 
 
-async def test_what_ray_keeps_is_written_again_only_where_it_is_new(store: ObjectStore) -> None:
+async def test_values_that_ray_keeps_are_written_again_only_where_they_are_new(store: ObjectStore) -> None:
     deployments = Deployments(store)
     one = deployments.create(deployment())
 

@@ -99,12 +99,12 @@ def test_no_more_batches_than_the_model_has_room_for() -> None:
     assert now(waiting(4), in_flight=2) == Decision()
 
 
-def test_what_has_expired_never_reaches_the_model() -> None:
+def test_an_expired_request_never_reaches_the_model() -> None:
     decision = now(waiting(deadline_s=0.9), waiting(deadline_s=5.0), now_s=1.0)
     assert (decision.late, decision.batch) == ((0,), {1: 1})
 
 
-def test_what_a_busy_model_cannot_finish_in_time_is_late() -> None:
+def test_a_request_that_a_busy_model_cannot_finish_in_time_is_late() -> None:
     assert now(waiting(deadline_s=1.4), in_flight=1, now_s=1.0, batch_s=0.5).late == (0,)
 
 
@@ -133,7 +133,7 @@ def test_a_queue_takes_rows_up_to_its_bound() -> None:
     enter(rows=2, queued_rows=6)
 
 
-def test_what_would_end_after_its_deadline_is_refused_at_once() -> None:
+def test_a_request_that_would_end_after_its_deadline_is_refused_at_once() -> None:
     enter(deadline_s=1.6)
     with pytest.raises(DeadlineExceeded, match="in the 500 ms that are left"):
         enter(deadline_s=1.5)

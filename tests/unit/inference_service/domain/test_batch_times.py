@@ -69,7 +69,7 @@ def test_an_estimate_that_keeps_its_size_from_running_is_put_right_by_the_others
     assert times.bound_s(2) == pytest.approx(0.006, rel=0.1)
 
 
-def test_what_slows_all_sizes_is_unlearned_by_those_that_run() -> None:
+def test_a_slowness_of_all_sizes_is_unlearned_by_the_sizes_that_run() -> None:
     times = BatchTimes({8: 0.010, 32: 0.020})
     for _ in range(30):
         times.observe(32, 0.080, 0.060)  # a busy machine, on which 32 rows are soon refused

@@ -6,7 +6,7 @@ from inference_service.serve.infer import InFlightBytes
 from shared.errors import ResourceExhausted
 
 
-def test_what_would_be_too_much_is_refused_until_enough_is_given_back() -> None:
+def test_bytes_above_the_limit_are_refused_until_enough_are_released() -> None:
     in_flight_bytes = InFlightBytes(10)
     in_flight_bytes.reserve(6)
     in_flight_bytes.reserve(4)
@@ -28,7 +28,7 @@ def test_one_that_is_alone_is_taken_whatever_its_size() -> None:
     in_flight_bytes.reserve(11)
 
 
-def test_what_nobody_waits_for_leaves_half() -> None:
+def test_a_request_that_leaves_half_of_the_limit_is_found() -> None:
     in_flight_bytes = InFlightBytes(10)
     assert (in_flight_bytes.would_leave_half(5), in_flight_bytes.would_leave_half(6)) == (True, False)
     in_flight_bytes.reserve(4)

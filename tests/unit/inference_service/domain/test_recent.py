@@ -21,7 +21,7 @@ def test_only_what_lies_in_the_window_is_seen() -> None:
 
 
 @pytest.mark.parametrize("status", ["CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND"])
-def test_what_is_the_clients_fault_does_not_count(status: str) -> None:
+def test_an_error_of_the_client_does_not_count(status: str) -> None:
     recent = Recent()
     recent.failed(1.0, status, 9.0)
     assert recent.seen(1.0, 60.0) == NONE
@@ -52,7 +52,7 @@ def test_of_whole_hundreds_exactly_one_in_each_may_take_longer(requests: int) ->
     assert recent.seen(5.0, 60.0).p99_s < 0.01
 
 
-def test_what_ran_out_of_time_took_at_least_as_long() -> None:
+def test_a_request_past_its_deadline_counts_with_at_least_that_time() -> None:
     recent = Recent()
     for _ in range(48):
         recent.answered(5.0, 0.01)
@@ -64,7 +64,7 @@ def test_what_ran_out_of_time_took_at_least_as_long() -> None:
     assert 3.0 / 1.05 <= seen.p99_s < 3.0
 
 
-def test_what_is_too_old_for_any_window_is_forgotten() -> None:
+def test_samples_too_old_for_any_window_are_forgotten() -> None:
     recent = Recent()
     for second in range(5000):
         recent.answered(float(second), 0.1)

@@ -239,7 +239,7 @@ def test_no_policy_keeps_a_version_that_was_rolled_back() -> None:
     assert retired(with_change(one, NAME, TrafficChange(policy=VersionPolicy(Kept.ALL)), "", 9.0)) == ["2"]
 
 
-def test_what_the_log_does_not_name_any_more_is_not_rolled_back_to() -> None:
+def test_a_version_that_the_log_no_longer_names_is_no_target_of_a_rollback() -> None:
     gone = sure(with_retired_gone(finished(loaded(rolling())), ["1"], 8.0))
     with pytest.raises(FailedPrecondition, match="version 1 is no longer loaded"):
         with_rollback(gone, NAME, "", 9.0)

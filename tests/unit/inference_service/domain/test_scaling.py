@@ -54,7 +54,7 @@ def test_a_replica_takes_its_threads_or_what_is_said() -> None:
         ({"gpus_per_replica": math.nan}, ["gpus_per_replica"]),
     ],
 )
-def test_what_is_out_of_range_is_refused_by_field(changes: dict[str, Any], fields: list[str]) -> None:
+def test_a_value_out_of_range_is_refused_by_field(changes: dict[str, Any], fields: list[str]) -> None:
     with pytest.raises(InvalidArgument) as refused:
         spec(**changes)
     assert [field for field, _ in refused.value.fields] == [f"spec.{field}" for field in fields]

@@ -12,7 +12,7 @@ def test_a_value_counts_in_the_first_bucket_whose_bound_is_not_below_it() -> Non
     assert (histogram.counts, histogram.count, histogram.sum) == ([2, 2, 1], 5, 14.0)
 
 
-def test_what_was_not_computing_was_waiting() -> None:
+def test_time_that_is_not_computing_is_waiting() -> None:
     statistics = Statistics()
     statistics.answered(rows=3, now_s=9.0, total_s=2.0, model_s=1.0, input_s=0.25, infer_s=0.5, output_s=0.1)
     # Two pieces of one request, computed side by side.

@@ -235,7 +235,9 @@ def test_a_large_request_that_is_cancelled_takes_all_its_rows_along() -> None:
 
 @pytest.mark.parametrize("values", [(2, 3), (2, 1003), (2, 3, 4, 5, 6, 7), (2, 3, 4, 5, 6, 1003)])
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_is_over_waits_for_no_garbage_collector(values: tuple[int, ...], fails: bool) -> None:
+def test_rows_of_a_finished_request_are_freed_without_the_garbage_collector(
+    values: tuple[int, ...], fails: bool
+) -> None:
     class Failing:
         async def forward(self, _: Rows) -> Outputs:
             raise DataLoss("the weights are damaged")

@@ -101,7 +101,7 @@ async def test_a_model_that_has_lost_its_replicas_gets_batches_one_replica_long(
     await asyncio.gather(*tasks)
 
 
-async def test_what_waits_and_what_is_at_work_is_load_until_it_is_answered_or_left() -> None:
+async def test_waiting_and_running_rows_are_load_until_answered_or_abandoned() -> None:
     model = Doubler()
     one = batcher(model, max_rows=2)
     left = submit(one, rows(1, 2))

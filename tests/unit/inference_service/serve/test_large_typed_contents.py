@@ -69,7 +69,7 @@ def test_many_numbers_are_those_that_a_few_would_be(datatype: Any, count: int) -
         ("FP32", [b"x"] * MANY, "bytes_contents"),
     ],
 )
-def test_what_is_wrong_with_many_numbers_is_reported_as_of_a_few(datatype: str, values: list[Any], field: str) -> None:
+def test_an_error_among_many_numbers_is_reported_as_among_few(datatype: str, values: list[Any], field: str) -> None:
     request = _request(datatype, values, field)
     tensors = inputs_from_proto(request)
 
@@ -205,7 +205,7 @@ async def test_a_large_request_that_is_refused_is_refused_before_it_is_decoded(m
         held.may_go_on.set()
 
 
-async def test_what_waits_to_be_decoded_counts_to_the_bytes_that_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_waiting_to_be_decoded_count_as_bytes_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     held = Held(monkeypatch)
 
     try:

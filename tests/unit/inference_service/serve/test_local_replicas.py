@@ -119,7 +119,7 @@ async def test_strings_nulls_and_large_batches_arrive_as_they_are(folder: Path) 
         assert what.trace == {"traceparent": "t"}
 
 
-async def test_what_the_model_raises_is_raised_here(folder: Path) -> None:
+async def test_an_error_of_the_model_is_raised_at_the_caller(folder: Path) -> None:
     replica(folder)
     local = LocalReplicas(folder)
     with pytest.raises(FailedPrecondition, match="no negative numbers"):
@@ -284,7 +284,7 @@ async def test_a_connection_that_is_lost_is_opened_again_while_its_replica_lives
     assert (await call(local, rows(3))).arrays[0].tolist() == [6]
 
 
-async def test_what_a_dying_replica_lost_is_not_sent_to_it_again_while_it_still_listens(
+async def test_a_request_that_a_dying_replica_lost_is_not_sent_to_it_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sockets, "RETRY_DELAY_S", 3600.0)  # however long a busy machine takes over the test

@@ -113,7 +113,7 @@ def test_an_infinity_that_a_step_clips_is_answered() -> None:
     assert [*refused] == [2]
 
 
-def test_what_no_step_fills_is_refused_with_every_row_and_the_others_are_answered(tmp_path: Path) -> None:
+def test_nan_that_no_step_fills_is_refused_with_every_row_and_other_requests_are_answered(tmp_path: Path) -> None:
     served = served_model(tmp_path, people())
     given = rows([22.0, INF, 3.0, 4.0, 5.0], [1.0, 1.0, NAN, -INF, 5.0])
 

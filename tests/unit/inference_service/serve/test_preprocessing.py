@@ -197,7 +197,7 @@ def test_dates_that_python_does_not_have_are_refused_as_any_other_value() -> Non
     assert prepared[1].tolist() == [np.float32(86_400e9)]
 
 
-def test_what_is_no_number_is_refused_where_a_whole_one_is_wanted_and_nowhere_else() -> None:
+def test_nan_is_refused_for_an_integer_and_nowhere_else() -> None:
     given = Rows(RAW, {"a": np.array([1.0, np.nan, -np.inf, 2.0])})
     whole = Preprocessing(said(TABLE, {"column": "a", "cast": {"arrowType": "int64"}}, CONCAT_A))
 
@@ -213,7 +213,7 @@ def test_what_is_no_number_is_refused_where_a_whole_one_is_wanted_and_nowhere_el
     assert np.isnan(prepared[1])
 
 
-def test_what_goes_wrong_unexpectedly_is_the_error_of_its_row_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unexpected_failure_is_the_error_of_its_row_alone(caplog: pytest.LogCaptureFixture) -> None:
     made = Preprocessing(said(TABLE, CONCAT_A))
     apply = made._apply
 

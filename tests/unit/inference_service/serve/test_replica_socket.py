@@ -94,7 +94,7 @@ def test_a_frontend_that_does_not_take_its_answers_is_left(folder: Path, monkeyp
     frontend.close()
 
 
-def test_what_is_no_frame_ends_the_connection(folder: Path) -> None:
+def test_an_invalid_frame_ends_the_connection(folder: Path) -> None:
     frontend = opened(folder, same)
     whole = bytearray(encode(Frame(1, Kind.FORWARD, rows(1))))
     whole[8] = 99  # of no kind

@@ -213,7 +213,7 @@ async def test_loading_returns_once_the_deployment_answers() -> None:
         ("m", {"parameters": {"config": {"string_param": "{}"}}}, grpc.StatusCode.INVALID_ARGUMENT, "CreateDeployment"),
     ],
 )
-async def test_what_cannot_be_loaded_is_refused_with_the_remedy(
+async def test_a_model_that_cannot_be_loaded_is_refused_with_the_remedy(
     name: str, fields: dict[str, Any], code: grpc.StatusCode, said: str
 ) -> None:
     async with inference_server() as server:
@@ -280,7 +280,7 @@ async def test_loading_ends_where_another_caller_unloads_meanwhile() -> None:
         ("m", {"parameters": {"force": {"bool_param": True}}}, grpc.StatusCode.INVALID_ARGUMENT, "unload_dependents"),
     ],
 )
-async def test_what_cannot_be_unloaded_is_refused_and_goes_on_answering(
+async def test_a_model_that_cannot_be_unloaded_is_refused_and_goes_on_answering(
     name: str, fields: dict[str, Any], code: grpc.StatusCode, said: str
 ) -> None:
     async with inference_server() as server:

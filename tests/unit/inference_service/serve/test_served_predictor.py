@@ -184,7 +184,7 @@ def test_outputs_that_are_not_as_declared_are_refused(served: Any, made: Any, te
         served(kind).forward(rows([[1, 2]]))
 
 
-def test_what_its_making_raises_is_an_error_of_the_deployment(served: Any) -> None:
+def test_an_error_of_making_the_predictor_is_an_error_of_the_deployment(served: Any) -> None:
     class Exits(Doubling):
         def __init__(self, _: str) -> None:
             raise SystemExit(3)

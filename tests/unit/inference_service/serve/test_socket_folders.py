@@ -30,7 +30,7 @@ def test_each_application_of_each_cluster_has_a_folder_of_its_own() -> None:
     assert socket_folder("c1", "a") == there[0]
 
 
-def test_what_killed_replicas_have_left_goes_and_what_others_use_stays(tmp_path: Path) -> None:
+def test_folders_of_killed_replicas_are_removed_and_used_ones_stay(tmp_path: Path) -> None:
     dead, mixed, open_to_others = (tmp_path / name for name in ("dead", "mixed", "open"))
     left_by_a_killed_replica(dead)
     gone = left_by_a_killed_replica(mixed)

@@ -233,7 +233,7 @@ async def test_answers_that_nobody_takes_count_like_requests() -> None:
     await answers.aclose()
 
 
-async def test_what_a_closed_stream_worked_on_has_ended() -> None:
+async def test_the_work_of_a_closed_stream_has_ended() -> None:
     ended: list[int] = []
 
     async def answer(number: int) -> int:

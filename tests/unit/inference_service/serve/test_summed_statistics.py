@@ -45,7 +45,7 @@ def test_frontends_answer_with_the_sum_of_what_all_have_counted(tmp_path: Path) 
         assert found.batch_stats[1].compute_infer.ns == 800_000_000
 
 
-def test_what_is_counted_later_and_what_is_gone_is_left_anew(tmp_path: Path) -> None:
+def test_later_counts_and_removed_models_are_published_anew(tmp_path: Path) -> None:
     one, other = deployment(), deployment("other")
     models = counted(one, 1, 100.0, 4)
     frontend, asked = SummedStatistics(models, Peers(tmp_path, 1)), Models()

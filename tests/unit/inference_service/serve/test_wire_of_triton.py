@@ -93,7 +93,7 @@ def test_the_service_has_the_methods_that_triton_has(
     assert methods(mine) == methods(theirs)
 
 
-def test_what_there_is_of_the_configuration_is_as_triton_has_it(
+def test_the_supported_configuration_is_as_triton_has_it(
     triton: tuple[FileDescriptorProto, FileDescriptorProto],
 ) -> None:
     theirs, mine = messages(triton[1]), messages(ours(model_config_pb2))

@@ -58,7 +58,7 @@ def test_the_next_pieces_are_on_their_way_while_one_is_used(store: ObjectStore) 
     assert b"".join(read_program_file(Waiting(), FOLDER, file)) == bytes(range(50))
 
 
-def test_what_is_missing_short_or_changed_is_reported(store: ObjectStore) -> None:
+def test_a_missing_short_or_changed_file_is_reported(store: ObjectStore) -> None:
     data = bytes(range(95))
     file = saved(store, data)
     key = f"{FOLDER}/{file.object}"

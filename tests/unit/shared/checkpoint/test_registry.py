@@ -116,7 +116,7 @@ def test_a_checkpoints_name_means_itself_and_a_jobs_name_its_best(store: ObjectS
     ["", "trainingJobs", "trainingJobs/J", "datasets/d", f"{JOB}/checkpoints", f"{JOB}/checkpoints/", f"{JOB}/x/c"],
     ids=repr,
 )
-def test_what_is_no_name_is_refused_by_its_field(store: ObjectStore, name: str) -> None:
+def test_resolve_refuses_a_malformed_checkpoint_name_with_its_field(store: ObjectStore, name: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         resolve(store, "spec.checkpoint", name)
 

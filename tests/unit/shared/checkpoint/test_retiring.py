@@ -45,7 +45,7 @@ def use(store: ObjectStore, step: int) -> None:
         pass
 
 
-def test_what_is_retired_is_gone_with_its_files(store: ObjectStore, named: list[CheckpointEntry]) -> None:
+def test_a_retired_checkpoint_is_removed_with_its_files(store: ObjectStore, named: list[CheckpointEntry]) -> None:
     gone = CheckpointRegistry(store, JOB).retire(named[:2], 1)
 
     assert gone == named[:2]

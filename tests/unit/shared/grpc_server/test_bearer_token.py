@@ -67,7 +67,7 @@ def test_the_longest_token_is_taken_whole(tmp_path: Path) -> None:
         (TOKEN.encode() + b"\0", "holds more than one token of visible ASCII characters; write one token, on one line"),
     ],
 )
-def test_what_is_no_token_is_refused_and_not_shown(tmp_path: Path, content: str | bytes, said: str) -> None:
+def test_an_invalid_token_is_refused_and_not_shown(tmp_path: Path, content: str | bytes, said: str) -> None:
     text = refusal(token_file(tmp_path, content))
 
     assert said in text
@@ -90,7 +90,7 @@ def test_a_link_counts_as_what_it_leads_to(tmp_path: Path) -> None:
     assert "mode 0644" in refusal(link)
 
 
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_a_token_path_that_is_no_regular_file_is_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     (tmp_path / "folder").mkdir(mode=0o700)
 

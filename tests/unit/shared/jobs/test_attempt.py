@@ -346,9 +346,7 @@ def test_a_stale_attempt_reports_nothing(store: ObjectStore, jobs: Jobs) -> None
 
 @pytest.mark.usefixtures("jobs")
 @pytest.mark.parametrize("error", [None, Unavailable("gone"), KeyError("odd")])
-def test_what_is_for_afterwards_is_done_when_the_log_says_how_it_ended(
-    store: ObjectStore, error: Exception | None
-) -> None:
+def test_clean_up_runs_when_the_log_holds_the_outcome(store: ObjectStore, error: Exception | None) -> None:
     seen = []
 
     def entry(context: AttemptContext) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def test_any_cut_into_batches_gives_the_same_bits(name: str, places: list[int], 
 
 @pytest.mark.parametrize("name", BUILT)
 @pytest.mark.parametrize("rows", [0, 1, ROWS])
-def test_what_comes_out_is_what_was_announced(name: str, rows: int) -> None:
+def test_a_steps_batch_has_the_schema_that_output_announced(name: str, rows: int) -> None:
     announced = BUILT[name].output(schema_of_batch(PEOPLE))
 
     made = BUILT[name](cut(PEOPLE, [rows])[0])

@@ -35,7 +35,7 @@ def test_the_function_runs_in_another_process_once_for_each_set_of_types() -> No
     assert f"pid_{os.getpid()}" not in made
 
 
-def test_what_the_function_prints_and_leaves_behind_is_no_part_of_its_answer() -> None:
+def test_prints_and_leftovers_of_the_function_are_no_part_of_its_answer() -> None:
     started = time.monotonic()
     with functions_in_children():
         assert custom("chatty").output(GIVEN) == GIVEN

@@ -11,6 +11,6 @@ def test_functions_are_allowed_only_where_they_are_named() -> None:
 
 
 @pytest.mark.parametrize("named", ["f", "a.b", "a:b:c", "a-b:f", "a:f()"])
-def test_what_is_no_function_is_refused_by_the_variables_name(named: str) -> None:
+def test_a_value_that_is_no_function_is_refused_by_the_variables_name(named: str) -> None:
     with pytest.raises(SettingsError, match=CUSTOM_TRANSFORMS_VARIABLE):
         allowed_functions({CUSTOM_TRANSFORMS_VARIABLE: named})

@@ -166,7 +166,7 @@ def test_a_filter_keeps_the_rows_for_which_its_condition_is_true(expression: str
         ("\0", "cannot be read"),
     ],
 )
-def test_what_is_not_of_the_language_is_refused_before_any_column_is_known(expression: str, why: str) -> None:
+def test_an_expression_outside_the_language_is_refused_before_any_column_is_known(expression: str, why: str) -> None:
     with pytest.raises(InvalidArgument, match=why) as refused:
         pipeline({"filter": {"expression": expression}})
 

@@ -90,7 +90,7 @@ PEOPLE = people(200)
     places=st.lists(st.integers(0, 200), max_size=4),
     wait=st.sampled_from([1, 40, 1 << 16]),
 )
-def test_what_is_learnt_is_the_same_for_any_order_and_cut_of_the_rows(seed: int, places: list[int], wait: int) -> None:
+def test_learned_values_are_the_same_for_any_order_and_cut_of_the_rows(seed: int, places: list[int], wait: int) -> None:
     order = np.random.default_rng(seed).permutation(200)
     shuffled: Batch = {
         name: column.take(pa.array(order)) if isinstance(column, pa.Array) else column[order]

@@ -91,7 +91,7 @@ def test_of_ten_megabytes_the_beginning_counts(text: str) -> None:
     assert ids_of(FITTED, text) == ids_of(FITTED, text[: 64 * 16])
 
 
-def test_what_is_learnt_depends_on_neither_the_order_nor_the_cut_of_the_rows() -> None:
+def test_the_learned_tokenizer_depends_on_neither_the_order_nor_the_cut_of_the_rows() -> None:
     built = learning()
     schema: Schema = {"id": ScalarType(pa.int64()), "text": ScalarType(pa.string())}
     parts = cut(MANY, [3, 50, 120])[::-1]
@@ -194,7 +194,7 @@ def test_a_brought_tokenizer_pads_and_cuts_at_its_own_side() -> None:
         ({"tokenizer": " " * 8_388_609}, "tokenizer", "its 8,388,609 bytes are over 8,388,608"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fields: dict[str, Any], at: str, text: str) -> None:
+def test_invalid_options_of_a_tokenizer_are_refused(fields: dict[str, Any], at: str, text: str) -> None:
     with pytest.raises(InvalidArgument, match=text) as refused:
         learning(**fields)
 

@@ -76,7 +76,7 @@ def test_rank_0_gets_what_every_rank_consumed_in_the_order_of_steps(world_size: 
     ]
 
 
-def test_what_was_taken_is_forgotten() -> None:
+def test_take_returns_only_rows_added_since_the_last_take() -> None:
     noted = ConsumedRows()
     noted.add(4, 0, np.asarray([7, 8], np.int64))
     assert noted.take().row_ids.tolist() == [7, 8]
@@ -219,7 +219,7 @@ def test_before_the_first_checkpoint_every_row_is_missing(records: RunRecords) -
     assert (answer.checkpoint, answer.counts.missing, answer.epoch_done) == ("", ROWS, False)
 
 
-def test_what_was_consumed_is_reported_when_the_version_is_gone(store: ObjectStore) -> None:
+def test_consumed_rows_are_reported_when_the_version_is_gone(store: ObjectStore) -> None:
     commit_version(store, VERSION, {"validation": striped_digits(30), "train": striped_digits(ROWS, 1)})
     model = ModelSpec(builder="torchvision.resnet18", in_channels=1, num_classes=10)
     spec = TrainingSpec(dataset_version=VERSION, model=model, epochs=2, global_batch_size=100)
@@ -302,7 +302,7 @@ def test_a_checkpoint_asked_by_name_that_is_retired_meanwhile_is_not_found(store
         RunRecords(Retiring(store, entry)).coverage(JOB, 0, entry.name)
 
 
-def test_what_cannot_be_asked_is_refused_by_its_field(records: RunRecords) -> None:
+def test_an_invalid_query_of_coverage_is_refused_by_its_field(records: RunRecords) -> None:
     for wrong in (-1, 2):
         with pytest.raises(OutOfRange, match="use 0 to 1"):
             records.coverage(JOB, wrong, "")

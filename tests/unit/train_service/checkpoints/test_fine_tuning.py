@@ -143,7 +143,7 @@ def test_creating_marks_it_and_reports_which_one_was_meant(store: ObjectStore, s
 
 @pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("name", ["x", SOURCE, "trainingJobs/source/checkpoints/UP", "datasets/d/versions/v"])
-def test_what_is_no_checkpoints_name_is_refused(store: ObjectStore, name: str) -> None:
+def test_an_invalid_name_of_a_checkpoint_is_refused(store: ObjectStore, name: str) -> None:
     with pytest.raises(InvalidArgument) as refused:
         create(store, name)
     assert refused.value.fields[0][0] == "spec.initial_checkpoint"

@@ -30,7 +30,7 @@ def damage(store: ObjectStore, entry: CheckpointEntry, path: str) -> None:
     store.put(f"{entry.folder}/{path}", bytes(data))
 
 
-def test_what_was_saved_comes_back_bit_for_bit_and_trains_on_alike(store: ObjectStore) -> None:
+def test_saved_state_comes_back_bit_for_bit_and_trains_on_alike(store: ObjectStore) -> None:
     (saved,) = save(store, 5)
     model, optimizer = trained(0)
 

@@ -59,7 +59,7 @@ def test_the_library_of_the_format_reads_it() -> None:
     assert all(torch.equal(value, read[name]) for name, value in model.state_dict().items())
 
 
-def test_what_was_filled_stays_while_training_goes_on_and_is_filled_anew() -> None:
+def test_a_filled_buffer_stays_while_training_goes_on_and_is_filled_anew() -> None:
     weight = torch.arange(4.0)
     file = TensorFile()
     first = bytes(file.fill({"w": weight}))
@@ -111,7 +111,7 @@ def test_the_state_of_an_optimizer_comes_back(kind: type[torch.optim.Optimizer])
     kind(model.parameters(), lr=0.1).load_state_dict(back)  # type: ignore[call-arg]
 
 
-def test_what_is_no_value_is_refused_before_anything_is_written() -> None:
+def test_an_unsupported_value_is_refused_before_anything_is_written() -> None:
     with pytest.raises(TypeError, match="BytesIO"):
         take_apart({"state": io.BytesIO()})
     with pytest.raises(TypeError, match="complex64"):

@@ -67,7 +67,7 @@ def test_the_field_that_asks_for_too_much_is_named(
         (spec(1, resources_per_worker={"node:10.0.0.1": 0.1, "object_store_memory": 1e9}), [TWO_CPUS]),
     ],
 )
-def test_what_fits_a_cluster_that_was_there_is_let_in(
+def test_a_job_that_fits_an_earlier_cluster_is_admitted(
     asked: TrainingSpec, clusters: list[list[dict[str, float]]]
 ) -> None:
     assert never_fits(asked, clusters) == ([], "")

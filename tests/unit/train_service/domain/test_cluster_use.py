@@ -18,7 +18,7 @@ def actor(actor_id: str, name: str = "", *, owner: str = "driver", group: str = 
     )
 
 
-def test_what_attempts_deployments_tasks_and_others_hold_adds_up_with_what_is_free() -> None:
+def test_uses_of_attempts_deployments_tasks_and_others_add_up_with_the_free_capacity() -> None:
     actors = [
         actor("1", TRAIN),
         # Its workers are in its placement group, whose resources count once.
@@ -51,7 +51,7 @@ def test_what_attempts_deployments_tasks_and_others_hold_adds_up_with_what_is_fr
     assert (kind_of(TRAIN), kind_of(IMPORT), kind_of("somebody's")) == ("train", "import", "")
 
 
-def test_what_is_held_is_written_when_it_changes_and_now_and_then_besides(store: ObjectStore) -> None:
+def test_cluster_use_is_written_when_it_changes_and_at_intervals(store: ObjectStore) -> None:
     now = [1000.0]
     memory = ClusterMemory(store, lambda: now[0])
     assert memory.use() == (ClusterUse(), 0.0)

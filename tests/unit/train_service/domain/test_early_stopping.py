@@ -42,7 +42,7 @@ def test_a_loss_is_better_the_lower_it_is() -> None:
     assert should_stop(rule(maximize=False), history(0.3, 0.4, 0.5))
 
 
-def test_what_is_better_by_too_little_does_not_count() -> None:
+def test_an_improvement_below_min_delta_does_not_reset_patience() -> None:
     assert should_stop(rule(min_delta=0.125), history(0.5, 0.5625, 0.6))
     assert not should_stop(rule(min_delta=0.125), history(0.5, 0.5625, 0.625))
 

@@ -50,7 +50,7 @@ def test_of_equals_the_later_is_the_best() -> None:
     assert kept([loss(1, 0.1), loss(2, 0.1), loss(3, 0.5)], 1, 1) == ["c2", "c3"]
 
 
-def test_what_diverged_is_never_the_best() -> None:
+def test_a_diverged_checkpoint_is_never_the_best() -> None:
     assert kept([loss(1, math.nan), loss(2, -math.inf), loss(3, 7.0), loss(4, math.nan)], 1, 1) == ["c3", "c4"]
 
 
@@ -68,7 +68,9 @@ def test_a_damaged_one_counts_for_nothing_even_if_it_is_the_furthest_on() -> Non
 
 
 @given(runs, st.integers(0, 5), st.integers(1, 5), st.sets(st.integers(1, 40).map(lambda step: f"c{step}")))
-def test_what_must_stay_stays_and_nothing_else(run: list[Saved], newest: int, best: int, used: set[str]) -> None:
+def test_the_retained_checkpoints_are_the_required_ones_alone(
+    run: list[Saved], newest: int, best: int, used: set[str]
+) -> None:
     going = outlived(run, newest, best, LOSS, used)
 
     good = sorted((one for one in run if not one.damaged), key=lambda one: one.step)
@@ -84,7 +86,7 @@ def test_what_must_stay_stays_and_nothing_else(run: list[Saved], newest: int, be
 
 
 @given(runs, st.integers(1, 5), st.integers(1, 5))
-def test_what_is_kept_once_is_kept_again(run: list[Saved], newest: int, best: int) -> None:
+def test_a_retained_checkpoint_is_retained_again(run: list[Saved], newest: int, best: int) -> None:
     going = outlived(run, newest, best, LOSS)
 
     assert outlived([one for one in run if one.name not in going], newest, best, LOSS) == []

@@ -66,7 +66,7 @@ def test_the_whole_grid_is_tried_in_each_sample(
 
 
 @given(pair=bounds, whole=st.tuples(st.integers(-50, 50), st.integers(0, 50)), choices=values, seed=seeds)
-def test_what_is_drawn_lies_in_its_domain(
+def test_a_drawn_value_lies_in_its_domain(
     pair: tuple[float, float], whole: tuple[int, int], choices: tuple[int, ...], seed: int
 ) -> None:
     low, high = whole[0], whole[0] + whole[1]

@@ -27,7 +27,7 @@ def shard(place: object, *given: object, **identity: object) -> dict[str, Any]:
 @given(
     some.booleans(), some.lists(some.tuples(some.sampled_from(["read", "read", "next", "load"]), some.integers(0, 9)))
 )
-def test_what_a_rank_does_is_never_refused(keeps: bool, steps: list[tuple[str, int]]) -> None:
+def test_reports_of_a_correct_rank_are_never_refused(keeps: bool, steps: list[tuple[str, int]]) -> None:
     """It reads some rows and reports after each step, also at the end of a pass, or from another place on."""
     merged: dict[str, Any] = {}
     places = [[0, 0, 0] for _ in range(W)]
@@ -54,7 +54,7 @@ SPANS = some.lists(some.lists(NUMBERS, min_size=3, max_size=5) | NUMBERS, max_si
 
 
 @given(some.lists(some.tuples(PLACES, SPANS), min_size=W, max_size=W))
-def test_what_is_not_refused_is_merged_into_positions_of_the_split(reports: list[tuple[Any, list[Any]]]) -> None:
+def test_accepted_reports_are_merged_into_positions_of_the_split(reports: list[tuple[Any, list[Any]]]) -> None:
     """Whatever ranks make up: the attempt merges what passes, in no endless loop, and every position is a row's."""
     said = [shard(place, *spans) for place, spans in reports]
     try:

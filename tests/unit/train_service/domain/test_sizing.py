@@ -66,7 +66,7 @@ def test_the_error_of_missing_resources_names_the_request_and_the_present_ones()
     assert what_is_missing(free, total, CPU, PACK, 2) == "2 workers of 1 CPU: the cluster has 1 CPU free on 1 node"
 
 
-def test_what_can_never_be_is_reported_as_such() -> None:
+def test_a_size_that_can_never_fit_is_reported_as_such() -> None:
     nodes = [{"CPU": 4.0}, {"CPU": 4.0}]
     assert what_is_missing(nodes, nodes, {"CPU": 2.0, "GPU": 1.0}, PACK, 1) == (
         "1 worker of 2 CPU and 1 GPU: the cluster has 8 CPU and 0 GPU free on 2 nodes, and 8 CPU and 0 GPU in all"

@@ -151,7 +151,7 @@ def test_a_resource_with_a_field_of_its_own_is_refused_with_that_field(resource:
         ("placement.backend", {"placement": Placement(backend="nccl")}),
     ],
 )
-def test_what_needs_workers_is_refused_in_local_mode(path: str, change: dict[str, Any]) -> None:
+def test_an_option_that_needs_workers_is_refused_in_local_mode(path: str, change: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as refused:
         check(replace(GOOD, num_workers=0, **change))
 

@@ -106,7 +106,7 @@ def test_a_trial_copies_nothing_of_the_base_that_it_does_not_change() -> None:
         ({"parameters": {}, "num_samples": 0}, ["spec.parameters", "spec.num_samples"]),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(sweep: SweepSpec, change: dict[str, Any], fields: list[str]) -> None:
+def test_a_contradictory_sweep_is_refused_by_name(sweep: SweepSpec, change: dict[str, Any], fields: list[str]) -> None:
     assert refused(replace(sweep, **change)) == fields
 
 
@@ -128,7 +128,7 @@ def test_a_seed_that_the_contract_cannot_hold_is_refused(sweep: SweepSpec, low: 
     assert refused(replace(sweep, parameters={"seed": seeds}, num_samples=1)) == ["spec.parameters[seed]"]
 
 
-def test_what_is_wrong_with_the_base_is_refused_by_its_field(sweep: SweepSpec) -> None:
+def test_a_fault_of_the_base_is_refused_by_its_field(sweep: SweepSpec) -> None:
     assert refused(replace(sweep, base=replace(sweep.base, epochs=0))) == ["spec.base.epochs"]
 
 
@@ -215,6 +215,6 @@ def test_a_trial_of_a_program_has_its_values_in_the_configuration() -> None:
         ({"parameters": {"program.config.": Domain(kind=GRID, values=(1,))}}, ["spec.parameters[program.config.]"]),
     ],
 )
-def test_what_a_sweep_of_a_program_lacks_is_named(changes: dict[str, Any], fields: list[str]) -> None:
+def test_a_missing_field_of_a_sweep_of_a_program_is_named(changes: dict[str, Any], fields: list[str]) -> None:
     sweep = SweepSpec(base=PROGRAM, parameters=SEARCHED)
     assert refused(replace(sweep, **changes)) == fields

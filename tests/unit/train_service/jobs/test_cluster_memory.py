@@ -74,7 +74,7 @@ def test_a_smaller_cluster_seen_long_after_a_larger_one_outlasts_it(store: Objec
     assert [len(nodes) for nodes in memory.clusters()] == [2, 1]
 
 
-def test_what_cannot_be_read_holds_no_job_up_and_is_written_anew(store: ObjectStore) -> None:
+def test_an_unreadable_record_delays_no_job_and_is_written_anew(store: ObjectStore) -> None:
     for content in (b"not JSON", b"[]", b'{"clusters": [{"nodes": 3, "seen": 0}]}'):
         store.put("clusters/train.json", content)
 

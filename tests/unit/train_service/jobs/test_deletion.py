@@ -176,7 +176,7 @@ def test_only_the_present_etag_deletes(store: ObjectStore, jobs: Jobs) -> None:
     delete(store, str(jobs.get(JOB, JOB).generation))
 
 
-def test_what_a_dead_service_left_deleting_the_next_finishes(
+def test_a_deletion_of_a_dead_service_is_finished_by_the_next(
     store: ObjectStore, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = 0

@@ -139,7 +139,7 @@ def test_a_watcher_that_is_far_behind_reads_the_events_itself(
     assert [None if some is None else [one.sequence for one in some] for some in after] == [None, None, [3, 4], [4], []]
 
 
-def test_what_a_waiting_job_waits_for_is_seen(store: ObjectStore, jobs: Jobs) -> None:
+def test_the_reason_of_a_waiting_job_is_seen(store: ObjectStore, jobs: Jobs) -> None:
     followed = Followed(store)
     jobs.wait_for(JOB, "1 GPU")
     for _ in range(2):

@@ -119,7 +119,7 @@ def generous_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda spec: f"{spec.model.builder}-{spec.optimizer.name}-{spec.optimizer.scheduler}-{spec.task}",
 )
-def test_what_works_is_taken(spec: TrainingSpec) -> None:
+def test_a_model_that_works_is_taken(spec: TrainingSpec) -> None:
     check_model(spec, IMAGE)
 
 
@@ -191,7 +191,7 @@ def test_what_works_is_taken(spec: TrainingSpec) -> None:
         ("optimizer.kwargs", with_optimizer("AdamW", **{"x" * 5000: 1})),
     ],
 )
-def test_what_cannot_work_is_refused_by_its_field(path: str, spec: TrainingSpec) -> None:
+def test_check_model_names_the_field_that_cannot_be_built(path: str, spec: TrainingSpec) -> None:
     with pytest.raises(InvalidArgument) as refused:
         check_model(spec, IMAGE)
 

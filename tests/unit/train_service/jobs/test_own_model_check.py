@@ -67,7 +67,9 @@ def refusal(jobs: TrainingJobs, spec: TrainingSpec) -> tuple[str, str]:
     return path, text
 
 
-def test_what_is_left_out_follows_from_the_version_and_the_code(jobs: TrainingJobs, store: ObjectStore) -> None:
+def test_omitted_model_loss_and_optimizer_are_filled_from_the_version_and_the_code(
+    jobs: TrainingJobs, store: ObjectStore
+) -> None:
     found = jobs.checked(own(store, SPEC))
 
     assert (found.model.in_channels, found.model.num_classes) == (WIDTH, CLASSES)
@@ -169,7 +171,7 @@ class Scalar(Net):
         ("model.entry", "each an identifier", CLASS.format("def metrics(self, a, b): return {'a b': b}"), {}),
     ],
 )
-def test_what_does_not_work_is_refused_by_its_field(
+def test_a_faulty_own_model_is_refused_by_its_field(
     tmp_path: Path, path: str, said: str, source: str, change: dict[str, Any]
 ) -> None:
     entry = change.get("entry", "net:A" if "class A" in source else "net:build")
@@ -181,7 +183,7 @@ def test_what_does_not_work_is_refused_by_its_field(
 
 
 @pytest.mark.usefixtures("checked_here")
-def test_what_goes_with_no_metric_that_is_measured_is_refused(jobs: TrainingJobs, store: ObjectStore) -> None:
+def test_an_option_that_needs_a_measured_metric_is_refused_without_one(jobs: TrainingJobs, store: ObjectStore) -> None:
     stopping = EarlyStopping(metric="validation_margin", maximize=True, patience=2)
 
     path, text = refusal(jobs, replace(own(store, SPEC), early_stopping=stopping))
@@ -257,7 +259,7 @@ def test_of_a_gan_the_classes_must_be_said(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_go_with_a_training_step_is_refused_by_its_field(
+def test_an_option_that_excludes_a_training_step_is_refused_by_its_field(
     tmp_path: Path, path: str, said: str, source: str, change: dict[str, Any]
 ) -> None:
     text = CLASSIFIER.replace("self.epochs = 0", f"self.epochs = 0\n        {source}")
@@ -283,7 +285,7 @@ def test_what_does_not_go_with_a_training_step_is_refused_by_its_field(
         ),
     ],
 )
-def test_what_a_training_step_may_not_do_is_refused(tmp_path: Path, said: str, method: str) -> None:
+def test_a_method_that_a_training_step_may_not_have_is_refused(tmp_path: Path, said: str, method: str) -> None:
     answer = looked_at(tmp_path, CLASSIFIER + f"\n\nclass A(Classifier):\n    {method}\n", "net:A")
 
     assert answer["field"] == "spec.model.entry"

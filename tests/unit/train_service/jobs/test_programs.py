@@ -69,7 +69,7 @@ def test_a_returned_specification_can_be_sent_again(store: ObjectStore, bundle: 
     assert spec_to_proto(kept) == reported
 
 
-def test_what_only_millraces_loop_reads_is_refused_by_name(bundle: BundleRecord) -> None:
+def test_a_field_that_only_millraces_loop_reads_is_refused_by_name(bundle: BundleRecord) -> None:
     spec = message(bundle)
     spec.model.builder = "mlp"
     spec.epochs = 3
@@ -150,7 +150,7 @@ def test_a_missing_bundle_and_a_missing_version_are_not_found(store: ObjectStore
     assert [field for field, _ in caught.value.fields] == ["spec.dataset_version"]
 
 
-def test_what_the_request_names_is_checked_before_what_its_bundle_requires(
+def test_fields_of_the_request_are_checked_before_requirements_of_its_bundle(
     store: ObjectStore, bundle: BundleRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*_: object) -> None:

@@ -288,7 +288,7 @@ def test_a_job_whose_version_is_gone_does_not_go_on_and_leaves_no_marker(store: 
     assert not references(store)
 
 
-def test_what_a_job_waits_for_is_reported_while_it_waits_alone(store: ObjectStore) -> None:
+def test_the_reason_for_waiting_is_reported_while_a_job_waits_and_not_later(store: ObjectStore) -> None:
     create(store, "")
     jobs = Jobs(store, TRAIN_KIND)
     jobs.wait_for("trainingJobs/a", "2 workers of 1 CPU")

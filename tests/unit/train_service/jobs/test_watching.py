@@ -83,7 +83,7 @@ def by_the_sdk(store: ObjectStore, ask: Callable[[TrainClient], T]) -> T:
     return asyncio.run(main())
 
 
-async def test_what_is_written_before_a_transition_is_sent_before_it(store: ObjectStore, jobs: Jobs) -> None:
+async def test_events_before_a_transition_are_sent_before_it(store: ObjectStore, jobs: Jobs) -> None:
     async with train_stub(store) as stub:
         stream = aiter(stub.WatchTrainingJob(pb.WatchTrainingJobRequest(name=JOB), timeout=60))
         assert reported(await anext(stream)) == "RUNNING"

@@ -149,7 +149,7 @@ def test_weights_that_are_not_those_of_the_report_are_refused(tmp_path: Path, fo
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "second name", "folder", "nothing"])
-def test_what_is_no_plain_file_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
+def test_an_answer_that_is_no_plain_file_is_neither_followed_nor_waited_for(tmp_path: Path, kind: str) -> None:
     path, other = tmp_path / REPORT, tmp_path / "other"
     other.write_text("{}")
     if kind == "pipe":

@@ -56,7 +56,7 @@ def test_so_many_are_made_ahead_and_no_more(device: str) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_what_the_loader_raises_is_raised_after_the_batches_before(ahead: int) -> None:
+def test_an_error_of_the_loader_is_raised_after_the_batches_before(ahead: int) -> None:
     def broken() -> Generator[Batch, None, None]:
         yield from given(3)
         raise ValueError("row 7 is broken")

@@ -96,7 +96,7 @@ def test_a_compiler_adds_up_the_same_way_each_time() -> None:
     assert inductor.deterministic
 
 
-def test_what_is_compiled_is_kept_in_the_nodes_folder_unless_torch_has_one() -> None:
+def test_compiled_code_is_kept_in_the_nodes_folder_unless_torch_has_one() -> None:
     compiled, given = replace(SPEC, compile=True), {COMPILE_CACHE: "/var/cache/compiled"}
     os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
     os.environ["TRITON_CACHE_DIR"] = "/elsewhere"

@@ -84,7 +84,7 @@ def test_a_lightning_module_trains_unchanged_and_is_resumed_bit_for_bit(store: O
     assert points[0].values["train_loss"] == pytest.approx(points[0].values["loss"], rel=1e-6)
 
 
-def test_what_it_reads_of_its_trainer_is_that_of_the_run(store: ObjectStore) -> None:
+def test_trainer_attributes_that_it_reads_are_those_of_the_run(store: ObjectStore) -> None:
     spec = lit(store)
     new_job(store, "trainingJobs/whole", spec)
     run_of(store, "trainingJobs/whole", spec=spec).run()

@@ -265,7 +265,7 @@ def test_float16_scales_losses_and_its_scaler_is_saved(store: ObjectStore) -> No
     assert state["updates"] == 4 - made.skipped_steps
 
 
-def test_what_validation_does_not_measure_stops_nothing_without_a_word(store: ObjectStore) -> None:
+def test_early_stopping_on_a_metric_that_validation_does_not_log_fails_the_run(store: ObjectStore) -> None:
     stopping = EarlyStopping(metric="val_f1", maximize=True, patience=1)
     spec = classifier(store, replace(SPEC, early_stopping=stopping))
     new_job(store, NAME, spec)

@@ -43,7 +43,7 @@ def of_two(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_what_gets_no_gradient_stays_as_it_is_on_two_ranks_as_on_one(
+def test_a_parameter_without_gradient_stays_unchanged_on_two_ranks_as_on_one(
     name: str, site: Path, of_two: dict[str, Any]
 ) -> None:
     first = weights_at_first(SPECS[name])

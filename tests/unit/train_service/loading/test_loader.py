@@ -189,7 +189,7 @@ def test_the_windows_of_all_epochs_use_the_same_memory(committed: Committed, mon
     assert sum(map(len, kept)) == 3 * TRAIN_ROWS
 
 
-def test_what_reading_raises_is_raised_where_the_batches_are_taken(committed: Committed) -> None:
+def test_an_error_of_reading_is_raised_where_the_batches_are_taken(committed: Committed) -> None:
     plan = BatchPlan(3, 24, 64, 1, 0, 1)
 
     with pytest.raises(InvalidArgument, match="num_classes"):

@@ -109,7 +109,7 @@ class CountingReader(VersionReader):
         return super().read_many(row_groups, columns)
 
 
-def test_what_was_read_ahead_is_not_read_again(committed: Committed) -> None:
+def test_prefetched_rows_are_not_read_again(committed: Committed) -> None:
     reader = CountingReader(committed.store, committed.name)
     cache, asked = RowCache(reader, "train", ["image"], "label", 10, 2**30), np.arange(10, 600, dtype=np.int64)
 
@@ -168,7 +168,7 @@ def test_no_rows_have_the_columns_of_rows(committed: Committed) -> None:
     assert (none.labels.tolist(), none.row_ids.tolist()) == ([], [])
 
 
-def test_what_a_row_takes_is_known_before_any_is_read(committed: Committed, store: ObjectStore) -> None:
+def test_the_bytes_of_a_row_are_known_before_any_is_read(committed: Committed, store: ObjectStore) -> None:
     """From the shape of tensors and the width of scalars; else from the bytes in the files."""
     assert committed.cache().row_bytes == 28 * 28
     images = [bytes(np.random.default_rng(row).integers(0, 256, 5000, np.uint8)) for row in range(50)]
@@ -205,7 +205,7 @@ def test_nulls_stay_nulls_in_columns_that_a_transform_reads(store: ObjectStore) 
     assert rows.batch()["x"].to_pylist() == numbers[::-1]
 
 
-def test_what_has_left_makes_room_for_as_many_row_groups_as_before(committed: Committed) -> None:
+def test_removed_row_groups_make_room_for_as_many_as_before(committed: Committed) -> None:
     reader = CountingReader(committed.store, committed.name)
     two_groups = 2 * 256 * (28 * 28 + 8 + 8)
     cache = RowCache(reader, "train", ["image"], "label", 10, two_groups)

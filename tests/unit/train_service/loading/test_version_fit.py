@@ -154,7 +154,7 @@ def test_labels_are_integers_of_any_width(label: str) -> None:
         ("global_batch_size", replace(SPEC, global_batch_size=1001)),
     ],
 )
-def test_what_does_not_fit_is_refused_by_its_field(path: str, spec: TrainingSpec) -> None:
+def test_a_version_that_does_not_fit_is_refused_by_its_field(path: str, spec: TrainingSpec) -> None:
     with pytest.raises(InvalidArgument) as refused:
         check_fits(spec, V)
 

@@ -29,7 +29,7 @@ SPEC = TrainingSpec(
 )
 
 
-def test_what_the_job_has_too_is_not_overridden() -> None:
+def test_settings_equal_to_the_jobs_are_not_reported_as_overridden() -> None:
     same = TrainerSettings(
         num_workers=[2, 4],
         use_gpu=True,
@@ -190,7 +190,7 @@ def test_the_order_of_rows_stays_with_the_first_run() -> None:
     assert settled(TrainerSettings(num_workers=30), job_of_script(), 0, lambda _: CPU, "cells.py:3")[1].lanes == 60
 
 
-def test_what_no_run_can_be_is_refused_with_the_scripts_line() -> None:
+def test_an_impossible_run_is_refused_with_the_scripts_line() -> None:
     with pytest.raises(InvalidArgument) as caught:
         settled(TrainerSettings(num_workers=80), job_of_script(), 0, lambda _: CPU, "cells.py:3")
     assert caught.value.message.startswith("cells.py:3: of the trainer's configurations: spec.num_workers: 80")

@@ -411,7 +411,7 @@ def test_a_file_of_one_rank_that_is_a_folder_of_another_is_refused(
     assert list(run.store.list(CheckpointRegistry(run.store, JOB).data_folder)) == []
 
 
-def test_what_is_no_finite_number_is_left_out_and_reported_once(attempt: Begun) -> None:
+def test_a_metric_that_is_not_finite_is_left_out_and_reported_once(attempt: Begun) -> None:
     run = attempt(world_size=1)
     for _ in range(2):
         run.report({"m": b""}, loss=float("nan"), name="a text", accuracy=0.5)

@@ -348,7 +348,7 @@ def test_a_job_without_a_version_says_what_to_set(committed: Committed) -> None:
         ProgramShards(committed.store, replace(SPEC, dataset_version=""), 0, 1, {})
 
 
-def test_what_reading_raises_reaches_the_program(committed: Committed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_reading_reaches_the_program(committed: Committed, monkeypatch: pytest.MonkeyPatch) -> None:
     (shard,) = Ranks(committed, 1).train
 
     def lost(*_: object) -> None:

@@ -46,7 +46,7 @@ def test_a_space_is_constants_and_domains_by_their_paths() -> None:
         ({"scaling_config": 1, "train_loop_config": {"lr": tune.uniform(0, 1)}}, "param_space['scaling_config']"),
     ],
 )
-def test_what_a_sweep_cannot_draw_is_refused_by_its_line(space: dict[str, Any], text: str) -> None:
+def test_a_parameter_that_a_sweep_cannot_draw_is_refused_by_its_line(space: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         space_of(space, LINE)
     assert caught.value.message.startswith(f"{LINE}: ")

@@ -52,7 +52,7 @@ def test_all_that_was_reported_is_written_in_order_once_the_reporter_is_left(sto
 
 
 @pytest.mark.usefixtures("jobs")
-def test_what_was_reported_before_an_error_is_written_too(store: ObjectStore) -> None:
+def test_events_before_an_error_are_written_too(store: ObjectStore) -> None:
     def end() -> None:
         with Reporter(store, JOB, 1) as reporter:
             reporter.emit(EventKind.WARNING, text="about to end")

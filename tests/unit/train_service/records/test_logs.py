@@ -84,7 +84,7 @@ def test_records_and_what_is_printed_are_shipped_and_still_go_where_they_went(
     assert any(line.endswith("WARNING some.where: told 7") for line in lines)
 
 
-def test_what_ray_train_makes_of_print_is_in_the_log_once(
+def test_a_print_that_ray_train_logs_is_in_the_log_once(
     store: ObjectStore, records: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ray.train.v2._internal.logging.patch_print import redirected_print
@@ -257,7 +257,7 @@ def test_an_outage_delays_lines_and_holds_nobody_up(store: ObjectStore, records:
 
 
 @pytest.mark.usefixtures("jobs")
-def test_what_waits_is_bounded_and_what_is_dropped_is_said(
+def test_waiting_lines_are_bounded_and_dropped_lines_are_reported(
     store: ObjectStore, records: RunRecords, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "MAX_WAITING_BYTES", 1000)

@@ -45,7 +45,7 @@ def keys(store: ObjectStore) -> list[str]:
     return sorted(info.key.rpartition("/")[2] for info in store.list(f"{JOB}/metrics"))
 
 
-def test_what_was_added_is_read_back(store: ObjectStore, records: RunRecords) -> None:
+def test_logged_points_are_read_back_with_step_epoch_and_attempt(store: ObjectStore, records: RunRecords) -> None:
     with MetricsLog(store, JOB, 3, 20) as log:
         log.add(21, 2, {"loss": 0.5, "accuracy": 0.25})
         log.add(22, 2, {"loss": math.nan, "step": 7.0})
@@ -214,7 +214,7 @@ def test_a_hundred_thousand_points_are_read_quickly(store: ObjectStore, records:
     assert last_s < whole_s / 4
 
 
-def test_what_cannot_be_asked_is_refused_by_its_field(records: RunRecords) -> None:
+def test_an_invalid_query_of_metrics_is_refused_by_its_field(records: RunRecords) -> None:
     for after_step, size, token, field in (
         (-1, 0, "", "after_step"),
         (0, 10_001, "", "page_size"),

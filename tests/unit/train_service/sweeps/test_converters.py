@@ -65,7 +65,7 @@ def test_whole_numbers_are_ints_and_names_lose_their_prefix() -> None:
     assert spec.parameters["seed"] == Domain(kind="integers", low=3, high=2**40)
 
 
-def test_what_is_left_out_has_its_default() -> None:
+def test_an_omitted_field_has_its_default() -> None:
     spec = sw.SweepSpec(base=digits_spec())
     spec.asha.SetInParent()
     made = sweep_spec_from_proto(spec, ())
@@ -81,7 +81,7 @@ def test_a_metric_orders_itself_unless_the_base_orders_it(metric: str, maximize:
     assert (made.ranking.metric, made.ranking.maximize) == (metric or "validation_recall", maximize)
 
 
-def test_what_plain_values_cannot_hold_is_refused_by_its_field() -> None:
+def test_a_sweep_spec_without_base_or_model_or_with_nan_in_a_grid_is_refused_with_its_field() -> None:
     no_base = sw.SweepSpec()
     no_model = sw.SweepSpec(base=res.TrainingSpec(epochs=1))
     no_number = sw.SweepSpec(base=digits_spec())

@@ -165,7 +165,7 @@ def test_a_value_that_no_trial_could_have_is_refused_by_its_parameter(
         ({"num_samples": 0}, "spec.num_samples"),
     ],
 )
-def test_what_all_trials_would_be_refused_for_is_refused_by_its_field(
+def test_a_fault_that_all_trials_share_is_refused_by_its_field(
     place: Place, change: dict[str, Any], field: str
 ) -> None:
     refuses(place, field, **change)

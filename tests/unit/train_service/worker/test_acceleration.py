@@ -57,7 +57,7 @@ def accelerated(**changes: Any) -> TrainingSpec:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_what_the_device_transforms_trains_the_same_weights(store: ObjectStore, device: str, ahead: int) -> None:
+def test_transforms_on_the_device_train_the_same_weights(store: ObjectStore, device: str, ahead: int) -> None:
     for name, spec in (
         (WHOLE, BY_LOADER_SPEC),
         (OTHER, accelerated(transform_device=BY_DEVICE, prefetch_batches=ahead)),

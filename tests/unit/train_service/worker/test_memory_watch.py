@@ -74,7 +74,7 @@ def test_allocated_memory_counts_and_files_in_the_page_cache_do_not(tmp_path: Pa
         assert abs(memory.resident_bytes() - memory.anonymous_bytes()) < 48 * MIB
 
 
-def test_what_a_forked_child_shares_counts_once_and_what_it_takes_counts_too() -> None:
+def test_shared_memory_of_a_forked_child_counts_once_and_its_own_counts_too() -> None:
     taken = take_pages(64 * MIB)
     memory = own_memory()
     alone = memory.anonymous_bytes()

@@ -122,7 +122,7 @@ def test_a_checkpoint_names_the_code_and_only_a_process_that_loaded_it_builds_th
     assert refused.value.specific_reason == "CODE_NOT_LOADED"
 
 
-def test_what_its_code_raises_is_reported_with_the_rank_and_the_line(store: ObjectStore) -> None:
+def test_an_error_of_the_models_code_is_reported_with_the_rank_and_the_line(store: ObjectStore) -> None:
     source = (
         NET + "class Broken(Net):\n    def forward(self, inputs):\n        return self.body(inputs) / inputs.nothing\n"
     )

@@ -87,7 +87,7 @@ def test_errors_of_ours_stay_what_they_are() -> None:
     assert as_reported(known, 1, 7) is known
 
 
-def test_what_a_rank_raises_because_another_is_gone_is_not_its_own_error() -> None:
+def test_an_error_caused_by_a_lost_rank_is_not_the_ranks_own() -> None:
     waiting = compile("raise RuntimeError('it went')", "/x/torch/distributed/c10d.py", "exec")
     with pytest.raises(RuntimeError) as raised:
         exec(waiting)

@@ -256,7 +256,7 @@ def test_a_run_without_scaling_refuses_to_start_from_a_scaled_checkpoint(store: 
 @pytest.mark.parametrize(
     "change", [{"task": "CLASSIFICATION", "model": replace(SPEC.model, num_classes=3)}, {"target_scaling": "MOST"}]
 )
-def test_what_cannot_be_scaled_is_refused_by_its_field(change: dict[str, Any]) -> None:
+def test_a_target_that_cannot_be_scaled_is_refused_by_its_field(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as refused:
         check(replace(SPEC, **change))
 

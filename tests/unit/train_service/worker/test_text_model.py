@@ -388,7 +388,7 @@ def test_a_language_model_learns_is_resumed_bit_for_bit_and_scores_texts(store: 
         ({"target_scaling": "STANDARD"}, "spec.target_scaling"),
     ],
 )
-def test_what_a_language_model_cannot_have_is_refused_by_name(
+def test_an_option_that_a_language_model_cannot_have_is_refused_by_name(
     store: ObjectStore, version: str, changes: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(InvalidArgument) as refused:
