@@ -1,6 +1,4 @@
-"""Rules that suggest a training specification, with reasons.
-
-They start from the facts of a dataset version.
+"""Rules that suggest a training specification from the facts of a dataset version, with reasons.
 
 Each rule sets one field and gives its reason. A field that the caller gave stays unchanged, and no rule gives a reason
 for it. If a step has statistics to learn, or if rows are unusable, the rules propose a preparation: a version that the
@@ -21,6 +19,7 @@ import math
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -81,7 +80,7 @@ def suggest(
     task = _choose_task(suggestion, label)
     steps = _label_steps(suggestion, label, task)
     columns: list[str] = []
-    several = _has_several_inputs(suggestion)
+    several = requested.get("input_columns", ())  # of a model whose transform is the caller's, too
     if input_column is None and "transform" not in requested and not several:
         more, columns = feature_steps(suggestion, version, label, MAX_STEPS - len(steps) - 1)
         steps += more
@@ -90,34 +89,22 @@ def suggest(
     rows = round(rows * shares["train"] / sum(shares.values())) if shares else rows
     if steps or shares:
         steps += [{"concat": {"columns": columns, "into": FEATURES}}] if columns else []
-        fit_split = "train" if shares else suggestion.spec["train_split"]
-        suggestion.preparation = Preparation(
-            source=version.name, steps=steps, shares=shares, seed=SPLIT_SEED, fit_split=fit_split
-        )
+        fit = "train" if shares else suggestion.spec["train_split"]
+        suggestion.preparation = Preparation(version.name, steps, shares, SPLIT_SEED, fit)
     elif columns:
         suggestion.spec["transform"] = {"steps": [{"concat": {"columns": columns, "into": FEATURES}}]}
         suggestion.note("transform", f"concat into {FEATURES}", "No column needs more: all are numbers on one scale.")
-    is_image = input_column is not None and (
-        input_column.is_image or input_column.kind == BYTES or len(input_column.shape) == 3
-    )
-    if several:
-        inputs = suggestion.spec["input_columns"]
-        is_image = any(column.is_image or column.kind == BYTES for column in version.columns if column.name in inputs)
+    inputs = [one for one in version.columns if one is input_column or one.name in several]
+    is_image = any(column.is_image or column.kind == BYTES or len(column.shape) == 3 for column in inputs)
+    width = partial(_width, suggestion, version, input_column, columns, shape_made)
     if suggestion.preparation is None:
         if not several:
-            choose_model_input(
-                suggestion, input_column, rows, lambda: _width(suggestion, version, input_column, columns, shape_made)
-            )
+            choose_model_input(suggestion, input_column, rows, width)
         choose_outputs(suggestion, label, task)
     if not _is_own(suggestion):
-        choose_model(suggestion, is_image, lambda: _width(suggestion, version, input_column, columns, shape_made))
+        choose_model(suggestion, is_image, width)
     choose_training(suggestion, task, rows, is_image, is_own=_is_own(suggestion))
     return suggestion
-
-
-def _has_several_inputs(suggestion: Suggestion) -> bool:
-    """Return whether the caller names the columns of a model of several inputs. Its transform is the caller's, too."""
-    return bool(suggestion.spec.get("input_columns"))
 
 
 def _is_language_model(suggestion: Suggestion) -> bool:
@@ -208,12 +195,12 @@ def _why_train(train: str, splits: Mapping[str, int]) -> str:
 
 
 def _find_input(suggestion: Suggestion, version: VersionFacts) -> ColumnFacts | None:
-    """Return the model's input column. It is an image or a vector, or None if columns of a table must be combined.
+    """Return the model's input column, an image or a vector.
 
-    It is None as well if the caller names several columns.
+    Return None if the caller names several columns, or if those of a table must be combined.
     """
     spec = suggestion.spec
-    if _has_several_inputs(suggestion):
+    if spec.get("input_columns"):
         return None
     path = "spec.input_column"
     steps = spec.get("transform", {}).get("steps", ())
@@ -702,7 +689,7 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Preparation:
     """Arguments of TransformVersion. `steps` is JSON of the transform's steps. `shares` are weights of a RatioSplit."""
 
@@ -741,9 +728,8 @@ class Suggestion:
 # --- Facts of a version ---
 
 # Kinds of columns.
-NUMBER, INTEGER, BOOLEAN, TEXT, BYTES, TIME, TENSOR, OTHER = (
-    *("number", "integer", "boolean", "text", "bytes", "time", "tensor", "other"),
-)
+NUMBER, INTEGER, BOOLEAN, TEXT = "number", "integer", "boolean", "text"
+BYTES, TIME, TENSOR, OTHER = "bytes", "time", "tensor", "other"
 # Statistics keep this many values of a column.
 MAX_VALUES = 100
 MAX_NAMES_SHOWN = 8

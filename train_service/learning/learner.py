@@ -540,11 +540,8 @@ def split_into_micro_batches(
 
     So micro-batches that fit a device with all workers also fit it with fewer workers. `whole` makes one of all rows.
     """
-    count = (
-        1
-        if whole
-        else count_micro_batches(batch.step_rows, spec.lanes, world_size, spec.max_ranks, spec.accumulation_steps)
-    )
+    sizes = (batch.step_rows, spec.lanes, world_size, spec.max_ranks, spec.accumulation_steps)
+    count = 1 if whole else count_micro_batches(*sizes)
     inputs, labels = on_device(batch, spec, device)
     rows = len(batch.row_ids)
     bounds = [rows * number // count for number in range(count + 1)]

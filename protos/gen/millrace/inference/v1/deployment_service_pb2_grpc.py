@@ -145,7 +145,7 @@ class DeploymentServiceServicer:
         `metadata` is a RolloutMetadata; its `response` is the Deployment with all traffic on the new version. Cancelling
         the operation rolls back.
         Fails with INVALID_ARGUMENT, NOT_FOUND (the deployment, job or checkpoint), FAILED_PRECONDITION (the deployment is
-        not READY, a roll-out is in progress, the job has no checkpoint, or, with `reason` NEVER_SCHEDULABLE, Ray's nodes
+        not READY, a rollout is in progress, the job has no checkpoint, or, with `reason` NEVER_SCHEDULABLE, Ray's nodes
         could never hold both versions' replicas at once), ABORTED (`etag` is not the present one) and ALREADY_EXISTS
         (`request_id` was used with another body). The operation fails as Rollout.error says.
         """
@@ -155,9 +155,9 @@ class DeploymentServiceServicer:
 
     def UpdateDeployment(self, request, context):
         """Changes how requests that name no version are distributed, and which versions stay loaded. A version policy that
-        arrives within 6 s after a roll-out has succeeded also keeps versions from before the roll-out.
+        arrives within 6 s after a rollout has succeeded also keeps versions from before the rollout.
         Fails with INVALID_ARGUMENT (`update_mask`; a version that is not loaded), NOT_FOUND, FAILED_PRECONDITION (the
-        deployment is not READY, or a roll-out is in progress, which controls the weights) and ABORTED (`deployment.etag`
+        deployment is not READY, or a rollout is in progress, which controls the weights) and ABORTED (`deployment.etag`
         is not the present one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -165,11 +165,11 @@ class DeploymentServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Rollback(self, request, context):
-        """Returns the traffic at once to the versions that had it before the newest roll-out, whether that is in progress or
-        has succeeded. The new version answers its requests in flight, then is removed. If the roll-out was already rolled
+        """Returns the traffic at once to the versions that had it before the newest rollout, whether that is in progress or
+        has succeeded. The new version answers its requests in flight, then is removed. If the rollout was already rolled
         back, nothing changes. A rollback to an old version that no version policy keeps is possible until 6 s after the
-        roll-out has succeeded.
-        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (there was no roll-out, or an old version is no longer
+        rollout has succeeded.
+        Fails with INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION (there was no rollout, or an old version is no longer
         loaded: roll its checkpoint out) and ABORTED (`etag` is not the present one).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
