@@ -6,7 +6,6 @@ A reading process bounds what a file's claims may cost. The code here divides a 
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from copy import copy
@@ -171,6 +170,8 @@ def _needs_a_look(arrow_type: pa.DataType) -> bool:
 # --- Bytes ---
 
 PIECE_BYTES = 16 * 1024 * 1024
+# A footer has 24 bytes for each record batch.
+MAX_END_BYTES = 64 * 1024 * 1024
 
 
 class ArrowDamage(ValueError):
@@ -215,7 +216,7 @@ class ArrowStream:
         if self._has_ended:
             raise ArrowDamage("it ends without its end marker; close its writer")
         if self._in_file:
-            check_footer(self._rest + _read_pieces(self._opened, sys.maxsize), batch_count)
+            check_footer(self._rest + _read_end(self._opened), batch_count)
         elif self._rest or self._opened.read(1):
             raise ArrowDamage("it goes on after its end marker")
 
@@ -238,6 +239,14 @@ def check_footer(rest: bytes, batch_count: int) -> None:
         raise ArrowDamage(f"its footer is damaged: {first_line(error)}") from None
     if claimed != batch_count:
         raise ArrowDamage(f"its footer names {claimed} record batches, but it has {batch_count}")
+
+
+def _read_end(opened: BinaryIO) -> bytes:
+    """Read what follows a file's end marker. Raises `ArrowDamage` if that is too much for a footer."""
+    end = _read_pieces(opened, MAX_END_BYTES + 1)
+    if len(end) > MAX_END_BYTES:
+        raise ArrowDamage(f"more than {MAX_END_BYTES} bytes follow its end marker")
+    return end
 
 
 def _read_pieces(opened: BinaryIO, size: int) -> bytes:
@@ -310,7 +319,7 @@ def _parts(opened: BinaryIO, on_read: Callable[[], None]) -> list[_Part]:
             waiting, size_bytes = [], 0
         waiting.append(message)
         size_bytes += message.size_bytes
-    check_footer(_read_pieces(opened, sys.maxsize), batch_count)
+    check_footer(_read_end(opened), batch_count)
     return [*parts, _part_of(waiting, first_row)] if waiting else []
 
 
@@ -352,11 +361,14 @@ def _message(metadata: bytes, begin: int) -> _Message:
     """Read a `Message`, of whose fields the type of the header, the header and the size of the body are needed."""
     table = _number("<I", metadata, 0)
     kind, header, body_bytes = (_field(metadata, table, field) for field in (1, 2, 3))
-    size_bytes = 8 + len(metadata) + (0 if body_bytes is None else _number("<q", metadata, body_bytes))
-    if kind is None or header is None or size_bytes < 16:
+    size_bytes = 0 if body_bytes is None else _number("<q", metadata, body_bytes)
+    # With bodies of fewer than 0 bytes messages would overlap, and listing them would take the square of their number.
+    if kind is None or header is None or size_bytes < 0:
         raise ArrowDamage("a message's metadata is damaged")
     rows = _field(metadata, header + _number("<I", metadata, header), 0) if metadata[kind] == _RECORD_BATCH else None
-    return _Message(begin, metadata[kind], size_bytes, 0 if rows is None else _number("<q", metadata, rows))
+    return _Message(
+        begin, metadata[kind], 8 + len(metadata) + size_bytes, 0 if rows is None else _number("<q", metadata, rows)
+    )
 
 
 def _field(data: bytes, table: int, field: int) -> int | None:

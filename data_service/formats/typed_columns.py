@@ -168,7 +168,7 @@ def kept_type(plain: pa.DataType) -> pa.DataType:
 
 
 def is_castable(plain: pa.DataType, data_type: pa.DataType) -> bool:
-    """Return whether `column_types` may convert such values to `data_type`; exclude lists."""
+    """Return whether `column_types` may convert such values to `data_type`; those of lists are not."""
     if kinds.is_nested(plain):
         return False
     try:

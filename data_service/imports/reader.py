@@ -429,7 +429,7 @@ class ReaderProcess:
                 self._check()
 
     def _check(self) -> None:
-        """Check the limits, and ha the caller check whether to go on."""
+        """Check the limits, and have the caller check whether to go on."""
         self._checked_at = time.monotonic()
         self._call.on_wait()
         if memory_of(self.pid, "RssAnon", "RssShmem") - self._own_bytes > self.limits.memory_bytes:
@@ -475,7 +475,9 @@ class ReaderProcess:
                 # Nothing of the file's: the node is short of memory, or is being stopped.
                 field, uri = self._call.file_facts()
                 return Unavailable(f"{field}: {name} ended the process that read {uri}", reason="READER_KILLED")
-            return self._refused(f"its bytes ended the process that read it, by {name}; write it anew")
+            return self._refused(
+                f"its bytes ended the process that read it, by {name}; write it anew, without encryption"
+            )
         return self._refused(f"its bytes ended the process that read it, with status {status}; write it anew")
 
     def _refused(self, why: str) -> InvalidArgument:

@@ -116,8 +116,9 @@ def test_flipped_bits_are_refused_or_change_a_value_and_never_crash(
 
 @given(data=st.binary(max_size=200), begin=st.sampled_from([b"", b"\xff\xff\xff\xff\x40\0\0\0", b"ARROW1\0\0"]))
 def test_no_bytes_crash_the_reader(tmp_path_factory: pytest.TempPathFactory, data: bytes, begin: bytes) -> None:
-    with pytest.raises(InvalidArgument):
+    with pytest.raises(InvalidArgument) as refused:
         table_of(child_rows_of(tmp_path_factory.mktemp("arrow"), begin + data))
+    assert refused.value.specific_reason == "CORRUPT_SOURCE"
 
 
 def test_a_message_that_claims_gigabytes_costs_nothing(tmp_path: Path) -> None:

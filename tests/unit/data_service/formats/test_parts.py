@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from ray import cloudpickle
 
 from data_service.domain.import_spec import CsvOptions
-from data_service.formats import RowSource, interface, open_sources
+from data_service.formats import RowSource, arrow, interface, open_sources
 from data_service.formats import images as images_module
 from data_service.formats.parquet import ParquetRows
 from data_service.storage.source_files import SourceFiles
@@ -265,6 +265,34 @@ def test_an_arrow_message_that_claims_to_end_far_beyond_its_file_is_no_failing_d
         (part,) = one.rows.parts()
         with pytest.raises(InvalidArgument, match="it is not a whole Arrow file"):
             table_of(part)
+
+
+def test_an_arrow_body_of_fewer_than_zero_bytes_is_damage_and_makes_no_messages_overlap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interface, "PART_BYTES", 5000)
+    path = tmp_path / "t.arrow"
+    write_arrow(path, TYPED.select(["n"]), rows=500)
+    data = path.read_bytes()
+    rewrite(path, data.replace(struct.pack("<q", 4000), struct.pack("<q", -8)))
+    (one,) = opened(tmp_path, source_of(path.as_uri(), "arrow"))
+    (part,) = one.rows.parts()
+    assert part is one.rows
+    with pytest.raises(InvalidArgument, match="it is not a whole Arrow file"):
+        table_of(part)
+
+
+def test_an_arrow_file_with_more_behind_its_end_marker_than_a_footer_takes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrow, "MAX_END_BYTES", 1000)
+    path = tmp_path / "t.arrow"
+    write_arrow(path, TYPED.select(["n"]), rows=500)
+    data = path.read_bytes()
+    path.write_bytes(data[:-6] + bytes(1000) + data[-6:])
+    (one,) = opened(tmp_path, source_of(path.as_uri(), "arrow"))
+    with pytest.raises(InvalidArgument, match="more than 1000 bytes follow its end marker"):
+        table_of(one.rows)
 
 
 def outcome(parts: Sequence[RowSource]) -> pa.Table | str:
