@@ -41,7 +41,8 @@ CALL_TIMEOUT_S = 60.0
 # In the long text of Ray's memory monitor.
 MEMORY_USED = re.compile(r"[\d.]+GB used / [\d.]+GB limit")
 # An actor that requests no CPU may be placed on any node; a service's own node, labelled so, ends with the service.
-NOT_BESIDE_A_SERVICE = {"millrace.role": "!service"}
+ROLE_LABEL, SERVICE = "millrace.role", "service"
+NOT_BESIDE_A_SERVICE = {ROLE_LABEL: f"!{SERVICE}"}
 # Ray gives each node a label of this name.
 NODE_ID_LABEL = "ray.io/node-id"
 
@@ -241,12 +242,19 @@ def _answering(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def worker_labels() -> dict[str, str]:
     """Return the labels that a node of an attempt or a worker must have.
 
-    The node is not a service's own, and not one that is silent but alive to Ray.
+    The node is not a service's own. It is not one that is alive to Ray but does not answer, unless no other node
+    answers: labels stay for an actor's life, and the node may answer again.
     """
-    nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    nodes = [
+        node
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"] and node.get("Labels", {}).get(ROLE_LABEL) != SERVICE
+    ]
     answering = {node["NodeID"] for node in _answering(nodes)}
     unresponsive = [node["NodeID"] for node in nodes if node["NodeID"] not in answering]
-    return {**NOT_BESIDE_A_SERVICE, **({NODE_ID_LABEL: f"!in({','.join(unresponsive)})"} if unresponsive else {})}
+    if not answering or not unresponsive:
+        return dict(NOT_BESIDE_A_SERVICE)
+    return {**NOT_BESIDE_A_SERVICE, NODE_ID_LABEL: f"!in({','.join(unresponsive)})"}
 
 
 def node_of(actor: ray.actor.ActorHandle[Any]) -> str:

@@ -260,7 +260,7 @@ class Reconciler:
         # Before the transition: if this process ends in between, the next poll repeats the call.
         self._kind.lost(self._store, job)
         leaving = self._jobs.was_leaving(live.folder, job.attempt)
-        attempt, actor = self._actors.pop(live.uid, (0, None))
+        attempt, actor = self._actors.get(live.uid, (0, None))
         memory = memory_kill(actor) if attempt == job.attempt else ""
 
         def decide(newest: JobRecord) -> JobRecord:
@@ -281,6 +281,7 @@ class Reconciler:
             return lose_attempt(newest, cause, time.time())
 
         after = self._jobs.transition(live.folder, decide, attempt=job.attempt)
+        self._actors.pop(live.uid, None)  # only now: if the store was out, the next poll asks for the reason again
         logger.warning("%s: attempt %d has no process; now %s", job.name, job.attempt, after.state)
 
 
