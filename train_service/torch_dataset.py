@@ -18,6 +18,7 @@ from shared.models.inputs import tensors_of
 from shared.settings import StoreSettings, allowed_functions, store_settings
 from shared.storage import open_store
 from train_service.convert_specs import spec_from_proto
+from train_service.domain.spec import CLASSIFICATION
 from train_service.loading.loader import Loader, LoaderFactory
 from train_service.loading.preprocessing import fitted
 
@@ -60,6 +61,8 @@ class TrainingBatches(IterableDataset[tuple[Any, torch.Tensor]]):
         training_spec.num_workers = world_size
         training_spec.min_workers = 0
         plain = spec_from_proto(training_spec, allowed_functions(os.environ))
+        if plain.model.is_own and plain.task == CLASSIFICATION and not plain.model.num_classes:
+            raise invalid_field("spec.model.num_classes", 0, "set it, because no code of the model runs here")
         opened = open_store(settings)
         plain, version, _ = fitted(opened, plain)
         return cls(LoaderFactory(opened, version, plain).loader(rank, world_size))

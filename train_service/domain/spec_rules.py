@@ -275,7 +275,7 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
             spec.task != REGRESSION or loss.name != "cross_entropy",
             "loss.name",
             loss.name,
-            "it tells classes; use mse, l1 or huber for TASK_REGRESSION",
+            "it is a loss of classes; use mse, l1 or huber for TASK_REGRESSION",
         ),
         _one_of("target_scaling", spec.target_scaling, (NONE, STANDARD), "TARGET_SCALING_"),
         (
@@ -298,12 +298,13 @@ def _of_the_model(spec: TrainingSpec) -> list[Rule]:
 def _of_several_inputs(spec: TrainingSpec) -> list[Rule]:
     """Return the rules for a model of several inputs."""
     columns = spec.input_columns
+    if len(columns) > MAX_INPUTS:
+        return [(False, "input_columns", f"{len(columns)} columns", f"use at most {MAX_INPUTS}")]
     repeated = [name for index, name in enumerate(columns) if name in columns[:index]]
     needs_images = (
         "spec.input_columns is set, and only a model of one input has images alone to do this to; leave it out"
     )
     return [
-        (len(columns) <= MAX_INPUTS, "input_columns", f"{len(columns)} columns", f"use at most {MAX_INPUTS}"),
         (all(columns), "input_columns", ", ".join(columns), "one has no name; name a column of the version each"),
         (not repeated, "input_columns", ", ".join(repeated), "name each column once"),
         (

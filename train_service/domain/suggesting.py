@@ -70,6 +70,8 @@ def suggest(
             "spec.program", "set", "a program has its own model and loop; make the job without this call"
         )
     suggestion = Suggestion({**json.loads(json.dumps(requested)), "dataset_version": version.name})
+    if requested.get("input_columns") and not _is_own(suggestion):
+        raise invalid_field("spec.input_columns", "set", "only a model of your own, spec.model.entry, takes them")
     if _is_language_model(suggestion):
         _choose_for_language_model(suggestion)
     shares = _choose_splits(suggestion, version)
@@ -80,7 +82,7 @@ def suggest(
     task = _choose_task(suggestion, label)
     steps = _label_steps(suggestion, label, task)
     columns: list[str] = []
-    several = requested.get("input_columns", ())  # of a model whose transform is the caller's, too
+    several = frozenset(requested.get("input_columns", ()))  # of a model whose transform is the caller's, too
     if input_column is None and "transform" not in requested and not several:
         more, columns = feature_steps(suggestion, version, label, MAX_STEPS - len(steps) - 1)
         steps += more
@@ -242,16 +244,13 @@ def _find_label(suggestion: Suggestion, version: VersionFacts, input_column: Col
         return version.column(suggestion.spec["label_column"], path)
     if "label_column" in suggestion.spec:
         return _usable_label(version.column(suggestion.spec["label_column"], path), version)
-    there = [
-        column
-        for column in version.columns
-        if column is not input_column and column.kind not in (BYTES, TIME, OTHER) and not column.empty
-    ]
-    there = [one for one in there if one.kind != TENSOR]
+    inputs = {*suggestion.spec.get("input_columns", ()), input_column and input_column.name}
+    usable = [one for one in version.columns if one.kind not in (BYTES, TIME, OTHER, TENSOR) and not one.empty]
+    there = [one for one in usable if one.name not in inputs]
     for names in LABEL_NAMES:
         found = [one for one in there if one.name.lower() in names]
         if found:
-            why = "Its name says that it is what is to be told."
+            why = "Its name says that it is to be predicted."
             break
     else:
         found = [one for one in there if one.value_names]
@@ -264,7 +263,7 @@ def _find_label(suggestion: Suggestion, version: VersionFacts, input_column: Col
         return _usable_label(found[0], version)
     candidates = found or there
     if not candidates:
-        raise invalid_field(path, "", f"no column of {version.name} can be what is to be told; import one")
+        raise invalid_field(path, "", f"no column of {version.name} can be predicted; import one")
     what = "may be it" if found else "are there, and none has a name or values that say so"
     remedy = (
         f"{names_shown([candidate.name for candidate in candidates])} {what}; set it to one of them (--label-column)"

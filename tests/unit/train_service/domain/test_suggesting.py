@@ -403,3 +403,17 @@ def test_a_model_of_several_inputs_gets_all_but_their_transform() -> None:
     assert (made.spec["input_columns"], made.spec["label_column"]) == (["image", "age"], "label")
     assert made.spec["model"] == {"entry": "net:Both", "num_classes": 10}
     assert made.spec["epochs"] == suggested(pixels(28, 28), digit(), model={"entry": "net:build"}).spec["epochs"]
+
+
+def test_no_input_of_a_model_of_several_inputs_is_suggested_as_its_label() -> None:
+    columns = (pixels(28, 28), text("sex", "f", "m"), text("outcome_of_visit", "ill", "well"))
+
+    made = suggested(*columns, model={"entry": "net:Both"}, input_columns=["image", "sex"])
+
+    assert made.spec["label_column"] == "outcome_of_visit"
+
+
+def test_several_inputs_without_an_own_model_are_refused_by_field() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        suggested(number("age"), number("size"), digit(), input_columns=["age", "size"])
+    assert refused.value.fields[0][0] == "spec.input_columns"

@@ -106,7 +106,7 @@ def test_a_trial_copies_nothing_of_the_base_that_it_does_not_change() -> None:
         ({"parameters": {}, "num_samples": 0}, ["spec.parameters", "spec.num_samples"]),
     ],
 )
-def test_a_contradictory_sweep_is_refused_by_name(sweep: SweepSpec, change: dict[str, Any], fields: list[str]) -> None:
+def test_an_invalid_sweep_is_refused_by_name(sweep: SweepSpec, change: dict[str, Any], fields: list[str]) -> None:
     assert refused(replace(sweep, **change)) == fields
 
 

@@ -81,6 +81,7 @@ def test_an_input_that_the_model_does_not_take_is_named_with_what_it_gets(
         ("input_columns", "name each column once", {"input_columns": ("age", "image", "age")}),
         ("input_columns", "one has no name", {"input_columns": ("age", "")}),
         ("input_columns", "use at most 64", {"input_columns": tuple(f"c{number}" for number in range(65))}),
+        ("input_columns", "use at most 64", {"input_columns": tuple(map(str, range(100_000)))}),
         ("input_columns[1]", "no step makes it", {"input_columns": ("age", "absent")}),
         (
             "input_columns[1]",

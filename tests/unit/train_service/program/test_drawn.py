@@ -187,7 +187,7 @@ def test_a_loader_without_indices_is_left_alone() -> None:
     assert drawn.take() == {}
 
 
-def test_a_model_that_a_program_prepares_by_rays_function_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_a_program_prepares_by_rays_function_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     from train_service.program import ray_hooks
 
     kept = [(ray.train.torch, "prepare_data_loader"), (train_loop_utils, "prepare_data_loader")]
