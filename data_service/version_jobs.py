@@ -321,7 +321,7 @@ def with_base(versions: Versions, parent: str, spec: ImportSpec) -> ImportSpec:
 
 @contextmanager
 def referring(store: ObjectStore, job: JobRecord) -> Iterator[None]:
-    """Mark what `job` reads as used, and claims its place after its base, before the body creates it.
+    """Mark what `job` reads as used, and claim its place after its base, before the body creates it.
 
     If the body is refused, the marks are removed. Raises `NotFound` and `FailedPrecondition` if a resource was deleted,
     and `Conflict` if another version follows the base.

@@ -88,7 +88,7 @@ def _fill(store: SimulatedStore, count: int) -> None:
 
 
 def watch(costs: Costs, scale: int) -> None:
-    """Follow an operation at work for two minutes, ten seconds after its beginning, and ha watchers wait for its end:
+    """Follow an operation at work for two minutes, ten seconds after its beginning, and have watchers wait for its end:
     one at 1x.
 
     Simulated besides: the clock of those two minutes.

@@ -504,7 +504,7 @@ class Routing:
 
 
 def held_out_count(row_count: int, fraction: float) -> int:
-    """Return the nearest whole number, halve up, at least 1."""
+    """Return the nearest whole number of at least 1; a half is rounded up."""
     return max(1, math.floor(row_count * fraction + 0.5))
 
 

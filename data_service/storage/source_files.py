@@ -150,7 +150,9 @@ class SourceFiles:
                 pins.forget_kept()
             if self._pins:
                 assert self._stores.store is not None
-                with suppress(*STORE_OUTAGES):  # the sweeper deletes it with the folders of the job's attempts
+                with suppress(
+                    *STORE_OUTAGES
+                ):  # the garbage collector deletes it with the folders of the job's attempts
                     self._stores.store.delete_folder(folder)
 
     def find(self, field: str, uri: str) -> SourceFile:

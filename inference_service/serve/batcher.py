@@ -660,7 +660,7 @@ class PriorityQueue:
                 entry.traced.end()
 
     def release(self, entry: Entry) -> None:
-        """Remove a finished request from the queue and breaks its reference cycles.
+        """Remove a finished request from the queue and break its reference cycles.
 
         An error's traceback refers to the entry, and the entry's future to the error. Anything kept here would hold all
         rows until the garbage collector runs.

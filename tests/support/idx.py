@@ -20,7 +20,7 @@ def idx_bytes(values: np.ndarray[Any, Any]) -> bytes:
 
 
 def write_idx(path: Path, values: np.ndarray[Any, Any]) -> str:
-    """Gzipped where the name ends so. Return the file's URI."""
+    """They are gzipped if the name ends so. Return the file's URI."""
     data = idx_bytes(values)
     path.write_bytes(gzip.compress(data, 1, mtime=0) if path.suffix == ".gz" else data)
     return path.as_uri()

@@ -99,9 +99,7 @@ def test_the_configuration_and_the_index_name_the_model(triton: dict[str, Any]) 
         ("log", "UNIMPLEMENTED"),
     ],
 )
-def test_an_unsupported_triton_call_is_refused_with_the_documented_status(
-    triton: dict[str, Any], case: str, code: str
-) -> None:
+def test_a_refused_triton_call_has_the_documented_status(triton: dict[str, Any], case: str, code: str) -> None:
     assert triton["errors"][case][0] == f"StatusCode.{code}", triton["errors"][case]
 
 

@@ -34,7 +34,7 @@ VERSION = f"{DATASET}/versions/v1"
 
 
 class Collecting:
-    """A sweeper with a clock of its own, that writes down what it is told of uploads."""
+    """A garbage collector with a clock of its own. It records the calls that concern uploads."""
 
     def __init__(self, store: ObjectStore) -> None:
         self.now = time.time()

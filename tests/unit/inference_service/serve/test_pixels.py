@@ -6,7 +6,7 @@ from inference_service.serve.preprocessing import BATCH_PIXELS, REQUEST_PIXELS, 
 from shared.errors import ResourceExhausted
 
 
-def test_an_image_within_the_limits_is_decoded_whole() -> None:
+def test_images_within_the_limits_are_not_refused() -> None:
     beyond = beyond_limits(np.full(4, REQUEST_PIXELS), [1, 1, 1, 1], "tensor 'photo'")
     assert (beyond.refused, beyond.crowded, beyond.skipped) == ({}, {}, frozenset())
 

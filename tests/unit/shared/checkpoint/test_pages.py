@@ -191,7 +191,7 @@ def test_a_log_of_an_earlier_release_is_read_and_gone_on_with(store: ObjectStore
 
 @pytest.mark.usefixtures("small_pages")
 def test_an_earlier_release_does_not_take_the_newest_entries_for_all(store: ObjectStore) -> None:
-    """It reads the key `checkpoints`, and its sweeper deletes each folder that no entry there names."""
+    """It reads the key `checkpoints`, and its garbage collector deletes each folder that no entry there names."""
     for step in range(1, 21):
         CheckpointRegistry(store, JOB).commit(named(step))
     head = ResourceLog(store, f"{JOB}/checkpoints/log").head()
