@@ -56,7 +56,7 @@ def test_a_prediction_outlives_its_worker_its_attempt_and_its_service(place: Dat
     version = place.version_of(started)
 
     def half_way(attempt: int, files: int) -> None:
-        """Wait until that attempt has written so many files, and is at work on another."""
+        """Wait until that attempt has written that number of files, and is at work on another."""
         wait_until(lambda: _files_of(place, version, attempt) >= files, f"attempt {attempt} to write", TIMEOUT_S)
         place.assert_invisible(version)
 

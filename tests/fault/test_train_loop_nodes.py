@@ -17,7 +17,7 @@ from tests.support.whole_loops import ROWS, commit_rows, loop_run
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(2400)]
 
-# So many that a run is at work still once its suspension reaches it.
+# A number at which a run is still at work when its suspension reaches it.
 EPOCHS = 60
 
 

@@ -38,7 +38,7 @@ class Load:
             thread.join()
 
     def wait_for(self, more: int, timeout_s: float = 240) -> Counter[str]:
-        """Return after so many more answers, with those."""
+        """Return after that number of further answers, with those."""
         before = self.answers.copy()
         wanted = before.total() + more
         wait_until(lambda: self.answers.total() >= wanted or self.errors, f"{more} more answers", timeout_s)

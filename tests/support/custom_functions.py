@@ -22,7 +22,7 @@ LAST = 10
 
 
 def gated(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Leave its process's id in the gate's folder, and wait until somebody makes the file `open` there; rows without
+    """Leave its process's id in the gate's folder, and wait until the test makes the file `open` there; rows without
     the `LAST` one go on with `ajar`, too."""
     if len(rows):
         gate = Path(os.environ[GATE_VARIABLE])
@@ -34,7 +34,7 @@ def gated(rows: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def slow(rows: pa.RecordBatch) -> pa.RecordBatch:
-    """Take two milliseconds over each row, as long as somebody keeps the file `slow` in the gate's folder."""
+    """Take two milliseconds over each row, while the file `slow` is in the gate's folder."""
     sign = Path(os.environ[GATE_VARIABLE]) / "slow"
     until = time.monotonic() + 0.002 * len(rows)
     while time.monotonic() < until and sign.exists():

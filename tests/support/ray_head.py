@@ -133,7 +133,7 @@ def ray_head(
     dashboard: bool = True,
     labels: str = "",
 ) -> Iterator[RayHead]:
-    """Run a head with so many logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
+    """Run a head with these logical CPUs and GPUs; on `port`, where another one lived before. Its workers have
     `environ` besides ours. Ray Train's cleaner and Ray Serve ask the dashboard; a head without it starts sooner.
     `labels` are those of its node, `name=value`."""
     # Not below pytest's folder: Ray's unix sockets lie in here, and their paths may have 107 bytes.

@@ -17,7 +17,7 @@ OPERATION = "operations/rollout-x"
 
 
 class Rolling(pb_grpc.DeploymentServiceServicer, operations_pb2_grpc.OperationsServicer):  # type: ignore[misc]
-    """One deployment, whose rollout is a step further at each look, and ends as it was told."""
+    """One deployment, whose rollout is a step further at each poll, and ends in the given state."""
 
     def __init__(self, final: Any = Rollout.STATE_SUCCEEDED) -> None:
         self.requests: list[Any] = []

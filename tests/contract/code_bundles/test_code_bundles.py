@@ -140,7 +140,7 @@ def test_a_deletion_that_was_begun_is_finished_by_the_garbage_collector_and_by_a
         store_bundle(store, FILES)
     with pytest.raises(Unavailable, match="is being deleted"):
         bundles.delete(bundle.name)
-    bundles.collect()  # whoever began it may still be at it
+    bundles.collect()  # another process may have begun the deletion, and still be at it
     assert store.exists(f"{bundle.name}/bundle.tar")
     begin(1000)
     assert store_bundle(store, FILES).sha256 == bundle.sha256

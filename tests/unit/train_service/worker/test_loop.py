@@ -98,7 +98,7 @@ def events(store: ObjectStore, name: str, kind: EventKind) -> list[Event]:
 
 
 def until_event(store: ObjectStore, name: str, kind: EventKind, then: Callable[[], object]) -> threading.Thread:
-    """Call `then` once the run has told of such an event."""
+    """Call `then` once the run has reported such an event."""
 
     def wait() -> None:
         while not events(store, name, kind):
