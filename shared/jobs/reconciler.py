@@ -261,7 +261,7 @@ class Reconciler:
         self._kind.lost(self._store, job)
         leaving = self._jobs.was_leaving(live.folder, job.attempt)
         attempt, actor = self._actors.get(live.uid, (0, None))
-        memory = memory_kill(actor) if attempt == job.attempt else ""
+        memory = memory_kill(actor) if actor is not None and attempt == job.attempt else ""
 
         def decide(newest: JobRecord) -> JobRecord:
             if newest.state.final or newest.attempt != job.attempt:

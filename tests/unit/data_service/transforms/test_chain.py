@@ -41,7 +41,7 @@ hangs = {"custom": {"function": "hanging:hang", "columns": ["a"], "timeoutS": 60
 given = {"a": ScalarType(pa.int64())}
 """
 APPLYING = """
-made = work.StepChain.towards(Pipeline.from_config({"steps": [hangs]}), given, None)
+made = passes.StepChain.towards(Pipeline.from_config({"steps": [hangs]}), given, None)
 made.apply({"a": pa.array([1])})
 """
 FITTING = """

@@ -35,6 +35,10 @@ class Cluster:
         self.alive.add(name)
         return self._handle()
 
+    def memory_kill_of(self, actor: Any) -> str:
+        assert actor is not None
+        return self.memory_kill
+
     def _handle(self) -> Any:
         cluster = self
 
@@ -52,7 +56,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     cluster = Cluster()
     monkeypatch.setattr(reconciler, "find_actor", cluster.find)
     monkeypatch.setattr(reconciler, "start_actor", cluster.start)
-    monkeypatch.setattr(reconciler, "memory_kill", lambda _: cluster.memory_kill)
+    monkeypatch.setattr(reconciler, "memory_kill", cluster.memory_kill_of)
     return cluster
 
 
@@ -131,6 +135,18 @@ def test_another_reconciler_waits_for_the_one_that_is_about_to_start_an_attempt(
 
     job = jobs.get(JOB, JOB)
     assert (job.attempt, job.failures, cluster.ran) == (1, 0, [1])
+
+
+def test_a_job_that_is_cancelled_before_it_begins_is_cancelled_without_an_attempt(
+    store: ObjectStore, jobs: Jobs, cluster: Cluster
+) -> None:
+    one = reconciling(store)
+    jobs.cancel(JOB, JOB)
+    for _ in range(reconciler.POLLS_BEFORE_LOST):
+        one.reconcile()
+
+    job = jobs.get(JOB, JOB)
+    assert (job.state, job.attempt, cluster.ran) == (JobState.CANCELLED, 0, [])
 
 
 @pytest.mark.parametrize("leaving", [True, False])
