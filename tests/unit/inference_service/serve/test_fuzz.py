@@ -21,6 +21,7 @@ from grpc_status import rpc_status
 
 from inference import grpc_service_pb2 as oip
 from shared.grpc_errors import STATUS
+from tests.support.cpu_time import slowdown
 from tests.support.grpc_kit import everything
 from tests.support.hostile_messages import hostile
 from tests.support.inference_server import Server, served
@@ -151,7 +152,7 @@ def test_whatever_is_sent_is_answered_or_refused_as_documented(record_property: 
             except Exception as error:
                 raise AssertionError(f"{what}: {error!r}") from error
             busy_s = time.process_time() - began_s
-            assert busy_s < BUSY_S, f"{what}: {busy_s:.1f} s"
+            assert busy_s < BUSY_S or busy_s < BUSY_S * slowdown(), f"{what}: {busy_s:.1f} s"
             assert set(statuses) <= DOCUMENTED, f"{what}: {statuses}"
             seen[kind].update(statuses)
         await still_serves(server)
