@@ -4,10 +4,8 @@ process had read the parts one after the other."""
 from __future__ import annotations
 
 import functools
-import io
 import json
 import os
-import pickle
 import threading
 import time
 import uuid
@@ -19,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ray import cloudpickle
 
 from data_service import version_attempt
 from data_service.domain import bad_rows
@@ -31,7 +28,6 @@ from data_service.imports import plan
 from data_service.imports.passes import Guarded, Pickled, WritePart, _PartFiles
 from data_service.imports.plan import ImportPart
 from data_service.parallel import P, Pool, Results, Work
-from data_service.uploads import upload
 from shared.dataset_version import VersionReader, load_version
 from shared.dataset_version.manifest import QUARANTINE
 from shared.dataset_version.version import IMPORT_KIND, read_attachment, read_report
@@ -43,8 +39,6 @@ from shared.storage import ObjectStore
 from shared.storage.object_store import STORE_FULL
 from tests.support.hostile_files import arrow_that_claims, parquet_that_claims
 from tests.support.transforming import run_here
-from tests.support.upload_calls import committed
-from tests.support.upload_server import uploads_of
 
 DATASET = "datasets/d/versions"
 ROWS = 40
@@ -683,64 +677,6 @@ def test_a_part_whose_file_was_replaced_by_one_of_the_same_size_is_not_taken_ove
     found = run_again(store, lost.name, runner)
     assert found.state is JobState.SUCCEEDED
     assert runner.passes == [("WritePart", [0, 1, 2, 3, 5])]
-
-
-def test_the_pins_of_an_upload_are_in_the_store_while_its_parts_are_read(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(upload, "FEW_BLOCKS", 0)
-    monkeypatch.setattr(interface, "PART_BYTES", 1)
-    data = io.BytesIO()
-    pq.write_table(pa.table({"n": range(400)}), data, row_group_size=100)
-    name = committed(uploads_of(store), data.getvalue(), chunk_bytes=100)
-
-    class Sending(Parts):
-        def __call__(self, context: AttemptContext, folder: str, *arguments: Any, **options: Any) -> Any:
-            assert len(list(store.list(f"{folder}/pins"))) == 1
-            work, parts = arguments
-            pickled = [cloudpickle.dumps(part) for part in parts]  # type: ignore[no-untyped-call]
-            assert not any(b"/chunks/" in one for one in pickled)
-            sent = [pickle.loads(one) for one in pickled]
-            return super().__call__(context, folder, work, sent, **options)
-
-    source, runner = Source(split="train", format="parquet", uris={"parquet.uri": name}), Sending()
-    job = run(store, tmp_path, "v1", spec_of([source]), runner)
-    assert (job.state, job.error) == (JobState.SUCCEEDED, None)
-    assert runner.passes == [("WritePart", [0, 1, 2, 3])]
-    assert [n for n, _ in numbers(store, job.name)["train"]] == list(range(400))
-    assert not [info.key for info in store.list(f"{job.name}/data") if "/pins/" in info.key]
-
-
-def test_the_units_of_a_scan_travel_without_the_pins_of_their_upload(
-    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chunks = 200
-    monkeypatch.setattr(upload, "FEW_BLOCKS", 10)
-    monkeypatch.setattr(interface, "PART_BYTES", 1000)
-    monkeypatch.setattr(interface, "BLOCK_BYTES", 500)
-    monkeypatch.setattr(interface, "LARGE_BYTES", 1000)
-    data = b"n\n" + b"".join(b"%d\n" % n for n in range(1000, 2000))
-    name = committed(uploads_of(store), data, chunk_bytes=-(-len(data) // chunks))
-    sizes: list[int] = []
-
-    class Sending(Parts):
-        def __call__(self, context: AttemptContext, folder: str, *arguments: Any, **options: Any) -> Any:
-            work, parts = arguments
-            pickled = [cloudpickle.dumps(part) for part in parts]  # type: ignore[no-untyped-call]
-            if isinstance(work.work, Pickled):
-                sizes.extend(map(len, pickled))
-            sent = [pickle.loads(one) for one in pickled]
-            return super().__call__(context, folder, work, sent, **options)
-
-    source, runner = Source(split="train", format="csv", uris={"csv.uri": name}), Sending()
-    job = run(store, tmp_path, "v1", spec_of([source], column_types=[]), runner)
-    assert (job.state, job.error) == (JobState.SUCCEEDED, None)
-    assert [kind for kind, _ in runner.passes] == ["ScanInChild", "WritePart"]
-    assert sorted(n for n, _ in numbers(store, job.name)["train"]) == list(range(1000, 2000))
-    # A pin takes 100 bytes and more.
-    assert max(sizes) < 50 * chunks
-    assert len(list(store.folders(f"{job.name}/data"))) == 1, "the folder of the scan stays"
-    assert not [info.key for info in store.list(f"{job.name}/data") if "/pins/" in info.key]
 
 
 def test_rows_of_a_base_are_parts_too(store: ObjectStore, tmp_path: Path) -> None:

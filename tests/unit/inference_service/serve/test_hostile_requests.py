@@ -236,7 +236,7 @@ async def test_far_too_many_of_anything_are_refused_before_they_cost_anybody_tim
                 server.kit.raw.unary_unary(INFER)(bad),
                 everything(server.kit.raw.stream_stream(STREAM)(iter([bad]))),
             ):
-                with cpu_at_most(3, time.process_time):
+                with cpu_at_most(1.5, time.process_time):
                     refusal = await call_error(call)
                 assert refusal.code is grpc.StatusCode.INVALID_ARGUMENT, what
                 assert refusal.violations[0][0] == field, what
