@@ -150,9 +150,8 @@ class SourceFiles:
                 pins.forget_kept()
             if self._pins:
                 assert self._stores.store is not None
-                with suppress(
-                    *STORE_OUTAGES
-                ):  # the garbage collector deletes it with the folders of the job's attempts
+                # After an outage the garbage collector deletes it with the folders of the job's attempts.
+                with suppress(*STORE_OUTAGES):
                     self._stores.store.delete_folder(folder)
 
     def find(self, field: str, uri: str) -> SourceFile:

@@ -208,7 +208,7 @@ def _watch(pid: int, reading: int, question: dict[str, Any], isolated: bool) -> 
         if status is not None:
             # The kernel ends a process behind its limit of CPU time, perhaps before this watch sees the excess.
             over = _over(question, [], _cpu_s([]), 0.0) if status else ""
-            return {"problem": over} if over else _answered(answer, status, *_named(question))
+            return {"problem": over} if over else _answered(answer, status, isolated, *_named(question))
         now = time.monotonic()
         processes = _below(os.getpid())
         cpu_s = _cpu_s(processes)
@@ -220,7 +220,7 @@ def _watch(pid: int, reading: int, question: dict[str, Any], isolated: bool) -> 
             # It may have ended by itself since the processes were listed. Then its answer counts.
             status = _reap(pid)
             if status == 0:
-                return _answered(_read_on(reading, answer), status, *_named(question))
+                return _answered(_read_on(reading, answer), status, isolated, *_named(question))
             return {"problem": over}
         if now - began > question["limits"]["wall_s"]:
             return {"problem": f"{question['limits']['wall_s']:g} s have passed", "busy": True}
@@ -289,20 +289,20 @@ def _named(question: dict[str, Any]) -> tuple[str, str]:
     return ("the files", "read") if "weights" in question else ("its module", "imported")
 
 
-def _answered(answer: bytes, status: int, subject: str, done: str) -> dict[str, Any]:
+def _answered(answer: bytes, status: int, isolated: bool, subject: str, done: str) -> dict[str, Any]:
     try:
         record = json.loads(answer)
         # `field` and `facts` belong to a model.
         kept = {key: record[key] for key in ("field", "facts") if key in record}
         return {"problem": str(record["problem"])[: 4 * MAX_TEXT], **kept}
     except (ValueError, TypeError, KeyError):
-        how = _name_end(os.waitstatus_to_exitcode(status))
+        how = _name_end(os.waitstatus_to_exitcode(status), isolated)
         return {"problem": f"{subject} ended the process that {done} {'it' if done == 'imported' else 'them'}, {how}"}
 
 
-def _name_end(code: int) -> str:
+def _name_end(code: int, isolated: bool) -> str:
     """Return how a process ended. The first process of namespaces exits with 128 + the signal that ended its child."""
-    number = -code if code < 0 else code - 128
+    number = -code if code < 0 else code - 128 if isolated else 0
     return f"by {signal.Signals(number).name}" if number in set(signal.Signals) else f"with exit status {code}"
 
 

@@ -150,5 +150,7 @@ def test_a_signal_that_ends_the_users_process_is_named(watch: Watch, status: int
     assert watch([[FIRST, IMPORTING]], [None, status], answer=b"")["problem"].endswith("imported it, by SIGSEGV")
 
 
-def test_an_exit_status_of_the_users_process_is_named(watch: Watch) -> None:
-    assert watch([[FIRST, IMPORTING]], [None, 3 << 8], answer=b"")["problem"].endswith("it, with exit status 3")
+@pytest.mark.parametrize(("code", "isolated"), [(3, True), (3, False), (129, False)])
+def test_an_exit_status_of_the_users_process_is_named(watch: Watch, code: int, isolated: bool) -> None:
+    answer = watch([[FIRST, IMPORTING]], [None, code << 8], isolated=isolated, answer=b"")
+    assert answer["problem"].endswith(f"it, with exit status {code}")
